@@ -1,0 +1,295 @@
+"""Every argument rule, once: called by the functions, the operators' implementations and their fakes.
+
+Reads no data and puts no guard on the number of tokens, so it is safe under tracing. A message names the
+argument, what is required, what came, and the remedy: `TypeError` for a wrong type or dtype, `ValueError` for
+a shape, range, layout or device, `NotImplementedError` for a combination that this build does not have.
+"""
+
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from .numerics import BACKENDS, DEFAULT_PROFILES, PROFILES, profiles
+
+SAVE_MODES = ("recompute", "activations")
+
+_FP32_TINY = 2.0**-149
+_FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
+
+
+class Choice(NamedTuple):
+    """What a call runs: a profile and the backend that computes it."""
+
+    profile: str
+    backend: str
+
+
+def choose(op: str, device: torch.device, profile: str | None, backend: str | None) -> Choice:
+    """Resolve `profile` and `backend` for `device`; raise for what the machine cannot honour, never fall back."""
+    check_names(op, profile, backend)
+    if device.type not in DEFAULT_PROFILES:
+        _fail(
+            NotImplementedError,
+            op,
+            "device",
+            f"one of {_list(DEFAULT_PROFILES)}",
+            f"'{device.type}'",
+            "Move the tensors.",
+        )
+    name = DEFAULT_PROFILES[device.type] if profile is None else profile
+    available = PROFILES[name].backends.get(device.type, ())
+    if not available:
+        got = f"'{name}'" if profile is not None else f"None, which is '{name}' on {device.type}"
+        _fail(
+            NotImplementedError,
+            op,
+            "profile",
+            f"one that this build computes on {device.type}",
+            got,
+            f"Pass one of {_list(profiles(device))}.",
+        )
+    if backend is not None and backend not in available:
+        _fail(
+            NotImplementedError,
+            op,
+            "backend",
+            f"one that computes profile '{name}' on {device.type} in this build",
+            f"'{backend}'",
+            f"Pass one of {_list(available)} or None, or another profile than '{name}'.",
+        )
+    return Choice(name, available[0] if backend is None else backend)
+
+
+def check_names(op: str, profile: str | None, backend: str | None) -> None:
+    """`profile` and `backend` are `None` or names that exist."""
+    for argument, value, names in (("profile", profile, PROFILES), ("backend", backend, BACKENDS)):
+        if value is not None and not isinstance(value, str):
+            _fail(TypeError, op, argument, "a str or None", _type(value), f"Pass one of {_list(names)}.")
+        if value is not None and value not in names:
+            _fail(
+                ValueError, op, argument, f"None or one of {_list(names)}", f"'{value}'", "Correct the name."
+            )
+
+
+def check_call(
+    op: str,
+    tensors: dict[str, object],
+    swiglu_limit: object,
+    profile: object = None,
+    backend: object = None,
+    save: object = "recompute",
+) -> None:
+    """The types that an operator schema would refuse without naming the argument."""
+    for argument, value in tensors.items():
+        if not isinstance(value, Tensor):
+            _fail(TypeError, op, argument, "a torch.Tensor", _type(value), "Pass one tensor per argument.")
+    if isinstance(swiglu_limit, bool) or not isinstance(swiglu_limit, int | float | torch.SymFloat | None):
+        _fail(TypeError, op, "swiglu_limit", "a float or None", _type(swiglu_limit), "Pass a Python number.")
+    check_names(op, profile, backend)
+    if not isinstance(save, str):
+        _fail(TypeError, op, "save", f"one of {_list(SAVE_MODES)}", _type(save), "Pass a str.")
+    if save not in SAVE_MODES:
+        _fail(ValueError, op, "save", f"one of {_list(SAVE_MODES)}", f"'{save}'", "Correct the name.")
+
+
+def check_frozen(op: str, **weights: Tensor) -> None:
+    """Weights get no gradient: one that asks for it while grad mode is enabled is an error, at every call."""
+    if not torch.is_grad_enabled():
+        return
+    for argument, weight in weights.items():
+        if weight.requires_grad:
+            _fail(
+                ValueError,
+                op,
+                argument,
+                "frozen (requires_grad=False): weights get no gradient",
+                "a tensor that requires grad",
+                "Freeze the layer (moe_ops.freeze(module)), detach the tensor, merge the adapter that computes it, "
+                "or call under torch.no_grad().",
+            )
+
+
+def check_shared_expert(
+    op: str,
+    activations: dict[str, Tensor],
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    swiglu_limit: float | None,
+    profile: str | None,
+    backend: str | None,
+) -> Choice | None:
+    """The rules of every shared-expert operator; returns what will run (`None` for tensors on the meta
+    device).
+
+    `activations` (x, dy, or both) are [..., H] of one shape, by name.
+    """
+    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    _check_bf16(
+        op,
+        activations,
+        "Cast it with .to(torch.bfloat16), or run under torch.autocast with dtype=torch.bfloat16.",
+    )
+    _check_bf16(op, weights, "Keep the weights in bfloat16; autocast does not cast them.")
+    _check_strided(op, activations | weights)
+    for argument, weight in weights.items():
+        if weight.dim() != 2:
+            layout = "[H, I]" if argument == "w_down" else "[I, H]"
+            _fail(ValueError, op, argument, layout, _shape(weight), "Pass one matrix; slice a packed weight.")
+    intermediate, hidden = w_gate.shape
+    if hidden == 0 or intermediate == 0:
+        _fail(
+            ValueError, op, "w_gate", "[I, H], neither of them 0", _shape(w_gate), "Pass a non-empty weight."
+        )
+    _check_matrix(op, "w_up", w_up, (intermediate, hidden), "[I, H]")
+    _check_matrix(op, "w_down", w_down, (hidden, intermediate), "[H, I]")
+    leading = next(iter(activations))
+    for argument, value in activations.items():
+        if value.dim() < 1 or value.shape[-1] != hidden:
+            required = f"[..., H] with H = {hidden}, as w_gate is [I, H] = {_shape(w_gate)}"
+            _fail(ValueError, op, argument, required, _shape(value), "Pass rows of the layer's hidden size.")
+        if value.shape != activations[leading].shape:
+            required = f"of {leading}'s shape {_shape(activations[leading])}"
+            _fail(ValueError, op, argument, required, _shape(value), "Pass both for the same rows.")
+    _check_same_device(op, leading, activations[leading], activations | weights)
+    if swiglu_limit is not None and not _FP32_TINY <= swiglu_limit <= _FP32_MAX:
+        required = "None, or finite and > 0 in fp32"
+        _fail(ValueError, op, "swiglu_limit", required, str(swiglu_limit), "Pass None for no limit.")
+    device = activations[leading].device
+    if device.type == "meta":
+        check_names(op, profile, backend)
+        return None
+    return choose(op, device, profile, backend)
+
+
+def check_pre_activations(op: str, dy: Tensor, g: Tensor, u: Tensor, w_gate: Tensor) -> None:
+    """`g` and `u` are what the saving forward returned for the rows of `dy`."""
+    shape = (*dy.shape[:-1], w_gate.shape[0])
+    for argument, value in (("g", g), ("u", u)):
+        if value.dtype != torch.float32:
+            _fail(TypeError, op, argument, "torch.float32", str(value.dtype), "Pass what the forward saved.")
+        if tuple(value.shape) != shape:
+            required = f"[..., I] = {list(shape)}"
+            _fail(ValueError, op, argument, required, _shape(value), "Pass what the forward saved.")
+    _check_strided(op, {"g": g, "u": u})
+    _check_same_device(op, "dy", dy, {"g": g, "u": u})
+
+
+def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
+    """dX comes in fp32 or rounded once to x's dtype."""
+    if out_dtype not in (None, torch.float32, torch.bfloat16):
+        _fail(
+            TypeError,
+            op,
+            "out_dtype",
+            "None, torch.bfloat16 (x's dtype) or torch.float32",
+            str(out_dtype),
+            "Cast the result.",
+        )
+
+
+def check_autocast(op: str, device_type: str, dtype: torch.dtype) -> None:
+    """Autocast casts x to bf16; no other autocast dtype keeps the contract."""
+    if dtype != torch.bfloat16:
+        required = f"torch.bfloat16 under autocast on {device_type}"
+        _fail(
+            TypeError,
+            op,
+            "x",
+            required,
+            f"autocast to {dtype}",
+            "Use torch.autocast with dtype=torch.bfloat16.",
+        )
+
+
+def check_not_transformed(op: str, transform: str | None) -> None:
+    """Gradients exist through torch.autograd alone: any other transform would drop them, so it is refused."""
+    if transform is not None:
+        required = "free of function transforms that differentiate"
+        _fail(NotImplementedError, op, "x", required, transform, "Use .backward() or torch.autograd.grad.")
+
+
+def check_first_derivative(op: str, **activations: Tensor) -> None:
+    """The gradient operators have no derivative of their own."""
+    for argument, value in activations.items():
+        if torch.is_grad_enabled() and value.requires_grad:
+            required = "free of gradients: there is no second derivative"
+            got = "a tensor that requires grad"
+            _fail(
+                NotImplementedError,
+                op,
+                argument,
+                required,
+                got,
+                "Detach it, or do not pass create_graph=True.",
+            )
+
+
+def check_vmap(op: str, dims: dict[str, int | None]) -> None:
+    """vmap batches activations; one set of weights serves the whole call."""
+    for argument, dim in dims.items():
+        if dim is not None:
+            required = "one matrix for the whole torch.vmap"
+            _fail(
+                NotImplementedError,
+                op,
+                argument,
+                required,
+                f"one matrix per batch entry (in_dims {dim})",
+                "Loop over the weights.",
+            )
+
+
+def _check_bf16(op: str, tensors: dict[str, Tensor], remedy: str) -> None:
+    for argument, value in tensors.items():
+        if value.dtype != torch.bfloat16:
+            _fail(TypeError, op, argument, "torch.bfloat16", str(value.dtype), remedy)
+
+
+def _check_strided(op: str, tensors: dict[str, Tensor]) -> None:
+    for argument, value in tensors.items():
+        if value.layout != torch.strided:
+            _fail(
+                ValueError,
+                op,
+                argument,
+                "a dense tensor (torch.strided)",
+                str(value.layout),
+                "Use .to_dense().",
+            )
+
+
+def _check_matrix(op: str, argument: str, value: Tensor, shape: tuple[int, int], layout: str) -> None:
+    if tuple(value.shape) != shape:
+        _fail(
+            ValueError,
+            op,
+            argument,
+            f"{layout} = {list(shape)}",
+            _shape(value),
+            "Pass the weight as torch.nn.Linear stores it: [out_features, in_features].",
+        )
+
+
+def _check_same_device(op: str, leading: str, value: Tensor, others: dict[str, Tensor]) -> None:
+    for argument, other in others.items():
+        if other.device != value.device:
+            required = f"on {leading}'s device, {value.device}"
+            _fail(ValueError, op, argument, required, str(other.device), "Move both to one device.")
+
+
+def _fail(error: type[Exception], op: str, argument: str, required: str, got: str, remedy: str) -> NoReturn:
+    raise error(f"moe_ops.{op}: {argument} must be {required}; got {got}. {remedy}")
+
+
+def _shape(value: Tensor) -> str:
+    return str(list(value.shape))
+
+
+def _type(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def _list(names) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "none (this build has nothing for it)"

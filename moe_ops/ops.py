@@ -1,0 +1,161 @@
+"""The operators: schemas, implementations, fakes, autocast and vmap. `autograd.py` adds the gradients.
+
+One operator is one fixed tuple of tensors; nothing is mutated, no output is optional. Activations carry any
+number of leading dimensions. Outputs are row-major whatever the strides of the inputs, in the fakes as in the
+implementations.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import contracts, reference
+from .kernels.cpu_matmul import blocked_matmul
+
+LIBRARY = torch.library.Library("moe_ops", "DEF")
+
+_MATMULS: dict[str, reference.Matmul] = {"reference": reference.serial_matmul, "aten": blocked_matmul}
+
+
+def _shared_expert_mlp(x, *weights, **options):
+    return _shared_expert_mlp_save(x, *weights, **options)[0]
+
+
+def _shared_expert_mlp_fake(x, *weights, **options):
+    _check("shared_expert_mlp", {"x": x}, *weights, **options)
+    return x.new_empty(x.shape)
+
+
+def _shared_expert_mlp_save(x, w_gate, w_up, w_down, **options):
+    matmul, limit = _check("shared_expert_mlp", {"x": x}, w_gate, w_up, w_down, **options)
+    g, u = reference.gate_up(_rows(x), w_gate, w_up, matmul)
+    y = reference.down(g, u, w_down, limit, matmul)
+    shape = (*x.shape[:-1], w_gate.shape[0])
+    return y.view(x.shape), g.view(shape), u.view(shape)
+
+
+def _shared_expert_mlp_save_fake(x, w_gate, w_up, w_down, **options):
+    _check("shared_expert_mlp", {"x": x}, w_gate, w_up, w_down, **options)
+    shape = (*x.shape[:-1], w_gate.shape[0])
+    g, u = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape), g, u
+
+
+def _shared_expert_mlp_dx(dy, x, w_gate, w_up, w_down, *, out_dtype=None, **options):
+    matmul, limit = _check_dx({"x": x, "dy": dy}, w_gate, w_up, w_down, out_dtype, **options)
+    g, u = reference.gate_up(_rows(x), w_gate, w_up, matmul)
+    dx = reference.dx_from_pre_activations(_rows(dy), g, u, w_gate, w_up, w_down, limit, matmul)
+    return dx.to(out_dtype or torch.bfloat16).view(dy.shape)
+
+
+def _shared_expert_mlp_dx_fake(dy, x, *weights, out_dtype=None, **options):
+    _check_dx({"x": x, "dy": dy}, *weights, out_dtype, **options)
+    return dy.new_empty(dy.shape, dtype=out_dtype or torch.bfloat16)
+
+
+def _shared_expert_mlp_dx_saved(dy, g, u, w_gate, w_up, w_down, *, out_dtype=None, **options):
+    matmul, limit = _check_dx_saved(dy, g, u, w_gate, w_up, w_down, out_dtype, **options)
+    dx = reference.dx_from_pre_activations(_rows(dy), _rows(g), _rows(u), w_gate, w_up, w_down, limit, matmul)
+    return dx.to(out_dtype or torch.bfloat16).view(dy.shape)
+
+
+def _shared_expert_mlp_dx_saved_fake(dy, g, u, *weights, out_dtype=None, **options):
+    _check_dx_saved(dy, g, u, *weights, out_dtype, **options)
+    return dy.new_empty(dy.shape, dtype=out_dtype or torch.bfloat16)
+
+
+def _check(op, activations, *weights, swiglu_limit=None, profile=None, backend=None):
+    """The call's rules; returns its matrix product (`None` on the meta device) and its limit."""
+    choice = contracts.check_shared_expert(op, activations, *weights, swiglu_limit, profile, backend)
+    return choice and _MATMULS[choice.backend], swiglu_limit
+
+
+def _check_dx(activations, w_gate, w_up, w_down, out_dtype, **options):
+    contracts.check_out_dtype("shared_expert_mlp_dx", out_dtype)
+    return _check("shared_expert_mlp_dx", activations, w_gate, w_up, w_down, **options)
+
+
+def _check_dx_saved(dy, g, u, w_gate, w_up, w_down, out_dtype, **options):
+    result = _check_dx({"dy": dy}, w_gate, w_up, w_down, out_dtype, **options)
+    contracts.check_pre_activations("shared_expert_mlp_dx", dy, g, u, w_gate)
+    return result
+
+
+def _rows(value: Tensor) -> Tensor:
+    return value.reshape(-1, value.shape[-1])
+
+
+def _vmap_rule(op: Callable) -> Callable:
+    """The batch dimension becomes one more leading dimension of the activations: rows do not depend on each other."""
+    arguments = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+    activation_count = arguments.index("w_gate")
+
+    def rule(info, in_dims, *args, **options):
+        weight_dims = dict(zip(arguments[activation_count:], in_dims[activation_count:], strict=True))
+        contracts.check_vmap(op._schema.name.removeprefix("moe_ops::"), weight_dims)
+        activations = [
+            value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+            for value, dim in zip(args[:activation_count], in_dims, strict=False)
+        ]
+        result = op(*activations, *args[activation_count:], **options)
+        return result, tuple(0 for _ in result) if isinstance(result, tuple) else 0
+
+    return rule
+
+
+def _autocast_kernel(op: Callable, device_type: str, key: torch.DispatchKey) -> Callable:
+    """Casts x to bf16 and nothing else."""
+
+    def kernel(x, *weights, **options):
+        dtype = torch.get_autocast_dtype(device_type)
+        contracts.check_autocast("shared_expert_mlp", device_type, dtype)
+        if x.is_floating_point() and x.dtype != torch.float64:
+            x = x.to(dtype)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return op(x, *weights, **options)
+
+    return kernel
+
+
+_WEIGHTS = "Tensor w_gate, Tensor w_up, Tensor w_down"
+_OPTIONS = "float? swiglu_limit=None, str? profile=None, str? backend=None"
+_DX_OPTIONS = f"{_OPTIONS}, ScalarType? out_dtype=None"
+
+
+def _register(schema: str, implementation: Callable, fake: Callable, *, autocast: bool) -> None:
+    name = schema[: schema.index("(")]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_ops::{name}", fake, lib=LIBRARY)
+    op = getattr(torch.ops.moe_ops, name).default
+    torch.library.register_vmap(f"moe_ops::{name}", _vmap_rule(op), lib=LIBRARY)
+    if autocast:
+        LIBRARY.impl(name, _autocast_kernel(op, "cpu", torch._C.DispatchKey.AutocastCPU), "AutocastCPU")
+        LIBRARY.impl(name, _autocast_kernel(op, "cuda", torch._C.DispatchKey.AutocastCUDA), "AutocastCUDA")
+
+
+_register(
+    f"shared_expert_mlp(Tensor x, {_WEIGHTS}, *, {_OPTIONS}) -> Tensor",
+    _shared_expert_mlp,
+    _shared_expert_mlp_fake,
+    autocast=True,
+)
+_register(
+    f"_shared_expert_mlp_save(Tensor x, {_WEIGHTS}, *, {_OPTIONS}) -> (Tensor y, Tensor g, Tensor u)",
+    _shared_expert_mlp_save,
+    _shared_expert_mlp_save_fake,
+    autocast=True,
+)
+_register(
+    f"_shared_expert_mlp_dx(Tensor dy, Tensor x, {_WEIGHTS}, *, {_DX_OPTIONS}) -> Tensor",
+    _shared_expert_mlp_dx,
+    _shared_expert_mlp_dx_fake,
+    autocast=False,
+)
+_register(
+    f"_shared_expert_mlp_dx_saved(Tensor dy, Tensor g, Tensor u, {_WEIGHTS}, *, {_DX_OPTIONS}) -> Tensor",
+    _shared_expert_mlp_dx_saved,
+    _shared_expert_mlp_dx_saved_fake,
+    autocast=False,
+)
