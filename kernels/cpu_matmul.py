@@ -1,4 +1,4 @@
-"""The GEMM of the profile `cpu-fp32-v1`: fp32 ATen matrix products whose row bits do not depend on the batch."""
+"""The GEMM of the profile `cpu-fp32-v1`: fp32 ATen products whose row bits do not depend on the batch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def _zero_padded(matrix: Tensor, row_multiple: int) -> Tensor:
 
 @contextlib.contextmanager
 def _ieee_fp32_products() -> Iterator[None]:
-    """Keep `torch.set_float32_matmul_precision("high" | "medium")`, meant for GPUs, away from the CPU's bits."""
+    """Keep `torch.set_float32_matmul_precision`, which users set for their GPU, away from the CPU's bits."""
     matmul = torch.backends.mkldnn.matmul
     saved = matmul.fp32_precision
     if saved in ("none", "ieee"):

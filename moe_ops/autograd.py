@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from . import contracts
 from .ops import LIBRARY
@@ -33,8 +32,8 @@ class _Recompute(torch.autograd.Function):
         return _below_autograd(_OPS.shared_expert_mlp.default, x, *weights, **options)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
+        contracts.check_first_derivative("shared_expert_mlp")
         dx = _OPS._shared_expert_mlp_dx.default(dy, *ctx.saved_tensors, **ctx.options)
         return None, dx, None, None, None
 
@@ -52,8 +51,8 @@ class _Save(torch.autograd.Function):
         return y, g, u
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, _dg, _du):
+        contracts.check_first_derivative("shared_expert_mlp")
         if dy is None:
             return None, None, None, None, None
         dx = _OPS._shared_expert_mlp_dx_saved.default(dy, *ctx.saved_tensors, **ctx.options)
@@ -78,7 +77,8 @@ def _dx_kernel(op: Callable) -> Callable:
         tensors = dict(zip(names, args, strict=True))
         weights = {name: tensors.pop(name) for name in ("w_gate", "w_up", "w_down")}
         contracts.check_frozen("shared_expert_mlp_dx", **weights)
-        contracts.check_first_derivative("shared_expert_mlp_dx", **tensors)
+        if any(tensor.requires_grad for tensor in tensors.values()):
+            contracts.check_first_derivative("shared_expert_mlp_dx")
         return _below_autograd(op, *args, **options)
 
     return kernel

@@ -26,38 +26,22 @@ class Choice(NamedTuple):
 
 
 def choose(op: str, device: torch.device, profile: str | None, backend: str | None) -> Choice:
-    """Resolve `profile` and `backend` for `device`; raise for what the machine cannot honour, never fall back."""
+    """Resolve `profile` and `backend` for `device`; raise for what the machine cannot honour."""
     check_names(op, profile, backend)
-    if device.type not in DEFAULT_PROFILES:
-        _fail(
-            NotImplementedError,
-            op,
-            "device",
-            f"one of {_list(DEFAULT_PROFILES)}",
-            f"'{device.type}'",
-            "Move the tensors.",
-        )
-    name = DEFAULT_PROFILES[device.type] if profile is None else profile
-    available = PROFILES[name].backends.get(device.type, ())
+    kind = device.type
+    if kind not in DEFAULT_PROFILES:
+        required = f"of a type among {_list(DEFAULT_PROFILES)}"
+        _fail(NotImplementedError, op, "device", required, f"'{kind}'", "Move the tensors.")
+    name = DEFAULT_PROFILES[kind] if profile is None else profile
+    available = PROFILES[name].backends.get(kind, ())
     if not available:
-        got = f"'{name}'" if profile is not None else f"None, which is '{name}' on {device.type}"
-        _fail(
-            NotImplementedError,
-            op,
-            "profile",
-            f"one that this build computes on {device.type}",
-            got,
-            f"Pass one of {_list(profiles(device))}.",
-        )
+        required = f"one that this build computes on {kind}"
+        got = f"'{name}'" if profile is not None else f"None, which is '{name}' on {kind}"
+        _fail(NotImplementedError, op, "profile", required, got, f"Pass one of {_list(profiles(device))}.")
     if backend is not None and backend not in available:
-        _fail(
-            NotImplementedError,
-            op,
-            "backend",
-            f"one that computes profile '{name}' on {device.type} in this build",
-            f"'{backend}'",
-            f"Pass one of {_list(available)} or None, or another profile than '{name}'.",
-        )
+        required = f"one that computes profile '{name}' on {kind} in this build"
+        remedy = f"Pass None or one of {_list(available)}, or another profile than '{name}'."
+        _fail(NotImplementedError, op, "backend", required, f"'{backend}'", remedy)
     return Choice(name, available[0] if backend is None else backend)
 
 
@@ -67,9 +51,8 @@ def check_names(op: str, profile: str | None, backend: str | None) -> None:
         if value is not None and not isinstance(value, str):
             _fail(TypeError, op, argument, "a str or None", _type(value), f"Pass one of {_list(names)}.")
         if value is not None and value not in names:
-            _fail(
-                ValueError, op, argument, f"None or one of {_list(names)}", f"'{value}'", "Correct the name."
-            )
+            required = f"None or one of {_list(names)}"
+            _fail(ValueError, op, argument, required, f"'{value}'", "Correct the name.")
 
 
 def check_call(
@@ -94,20 +77,17 @@ def check_call(
 
 
 def check_frozen(op: str, **weights: Tensor) -> None:
-    """Weights get no gradient: one that asks for it while grad mode is enabled is an error, at every call."""
+    """Weights get no gradient: one that asks for it while grad mode is enabled is an error."""
     if not torch.is_grad_enabled():
         return
     for argument, weight in weights.items():
         if weight.requires_grad:
-            _fail(
-                ValueError,
-                op,
-                argument,
-                "frozen (requires_grad=False): weights get no gradient",
-                "a tensor that requires grad",
-                "Freeze the layer (moe_ops.freeze(module)), detach the tensor, merge the adapter that computes it, "
-                "or call under torch.no_grad().",
+            required = "frozen (requires_grad=False): weights get no gradient"
+            remedy = (
+                "Freeze the layer (moe_ops.freeze(module)), detach the tensor, merge the adapter that "
+                "computes it, or call under torch.no_grad()."
             )
+            _fail(ValueError, op, argument, required, "a tensor that requires grad", remedy)
 
 
 def check_shared_expert(
@@ -120,17 +100,13 @@ def check_shared_expert(
     profile: str | None,
     backend: str | None,
 ) -> Choice | None:
-    """The rules of every shared-expert operator; returns what will run (`None` for tensors on the meta
-    device).
+    """The rules of every shared-expert operator; returns what will run (`None` on the meta device).
 
     `activations` (x, dy, or both) are [..., H] of one shape, by name.
     """
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    _check_bf16(
-        op,
-        activations,
-        "Cast it with .to(torch.bfloat16), or run under torch.autocast with dtype=torch.bfloat16.",
-    )
+    remedy = "Cast it with .to(torch.bfloat16), or run under torch.autocast with dtype=torch.bfloat16."
+    _check_bf16(op, activations, remedy)
     _check_bf16(op, weights, "Keep the weights in bfloat16; autocast does not cast them.")
     _check_strided(op, activations | weights)
     for argument, weight in weights.items():
@@ -139,9 +115,8 @@ def check_shared_expert(
             _fail(ValueError, op, argument, layout, _shape(weight), "Pass one matrix; slice a packed weight.")
     intermediate, hidden = w_gate.shape
     if hidden == 0 or intermediate == 0:
-        _fail(
-            ValueError, op, "w_gate", "[I, H], neither of them 0", _shape(w_gate), "Pass a non-empty weight."
-        )
+        required = "[I, H], neither of them 0"
+        _fail(ValueError, op, "w_gate", required, _shape(w_gate), "Pass a non-empty weight.")
     _check_matrix(op, "w_up", w_up, (intermediate, hidden), "[I, H]")
     _check_matrix(op, "w_down", w_down, (hidden, intermediate), "[H, I]")
     leading = next(iter(activations))
@@ -179,28 +154,16 @@ def check_pre_activations(op: str, dy: Tensor, g: Tensor, u: Tensor, w_gate: Ten
 def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
     """dX comes in fp32 or rounded once to x's dtype."""
     if out_dtype not in (None, torch.float32, torch.bfloat16):
-        _fail(
-            TypeError,
-            op,
-            "out_dtype",
-            "None, torch.bfloat16 (x's dtype) or torch.float32",
-            str(out_dtype),
-            "Cast the result.",
-        )
+        required = "None, torch.bfloat16 (x's dtype) or torch.float32"
+        _fail(TypeError, op, "out_dtype", required, str(out_dtype), "Cast the result.")
 
 
 def check_autocast(op: str, device_type: str, dtype: torch.dtype) -> None:
     """Autocast casts x to bf16; no other autocast dtype keeps the contract."""
     if dtype != torch.bfloat16:
         required = f"torch.bfloat16 under autocast on {device_type}"
-        _fail(
-            TypeError,
-            op,
-            "x",
-            required,
-            f"autocast to {dtype}",
-            "Use torch.autocast with dtype=torch.bfloat16.",
-        )
+        remedy = "Use torch.autocast with dtype=torch.bfloat16."
+        _fail(TypeError, op, "x", required, f"autocast to {dtype}", remedy)
 
 
 def check_not_transformed(op: str, transform: str | None) -> None:
@@ -210,20 +173,12 @@ def check_not_transformed(op: str, transform: str | None) -> None:
         _fail(NotImplementedError, op, "x", required, transform, "Use .backward() or torch.autograd.grad.")
 
 
-def check_first_derivative(op: str, **activations: Tensor) -> None:
-    """The gradient operators have no derivative of their own."""
-    for argument, value in activations.items():
-        if torch.is_grad_enabled() and value.requires_grad:
-            required = "free of gradients: there is no second derivative"
-            got = "a tensor that requires grad"
-            _fail(
-                NotImplementedError,
-                op,
-                argument,
-                required,
-                got,
-                "Detach it, or do not pass create_graph=True.",
-            )
+def check_first_derivative(op: str) -> None:
+    """The gradient has no derivative of its own: computing it while grad mode is enabled would detach it."""
+    if torch.is_grad_enabled():
+        required = "computed with grad mode disabled: there is no second derivative"
+        remedy = "Do not pass create_graph=True; detach what goes into it."
+        _fail(NotImplementedError, op, "the gradient of x", required, "grad mode enabled", remedy)
 
 
 def check_vmap(op: str, dims: dict[str, int | None]) -> None:
@@ -231,14 +186,8 @@ def check_vmap(op: str, dims: dict[str, int | None]) -> None:
     for argument, dim in dims.items():
         if dim is not None:
             required = "one matrix for the whole torch.vmap"
-            _fail(
-                NotImplementedError,
-                op,
-                argument,
-                required,
-                f"one matrix per batch entry (in_dims {dim})",
-                "Loop over the weights.",
-            )
+            got = f"one matrix per batch entry (in_dims {dim})"
+            _fail(NotImplementedError, op, argument, required, got, "Loop over the weights.")
 
 
 def _check_bf16(op: str, tensors: dict[str, Tensor], remedy: str) -> None:
@@ -250,26 +199,14 @@ def _check_bf16(op: str, tensors: dict[str, Tensor], remedy: str) -> None:
 def _check_strided(op: str, tensors: dict[str, Tensor]) -> None:
     for argument, value in tensors.items():
         if value.layout != torch.strided:
-            _fail(
-                ValueError,
-                op,
-                argument,
-                "a dense tensor (torch.strided)",
-                str(value.layout),
-                "Use .to_dense().",
-            )
+            required = "a dense tensor (torch.strided)"
+            _fail(ValueError, op, argument, required, str(value.layout), "Use .to_dense().")
 
 
 def _check_matrix(op: str, argument: str, value: Tensor, shape: tuple[int, int], layout: str) -> None:
     if tuple(value.shape) != shape:
-        _fail(
-            ValueError,
-            op,
-            argument,
-            f"{layout} = {list(shape)}",
-            _shape(value),
-            "Pass the weight as torch.nn.Linear stores it: [out_features, in_features].",
-        )
+        remedy = "Pass the weight as torch.nn.Linear stores it: [out_features, in_features]."
+        _fail(ValueError, op, argument, f"{layout} = {list(shape)}", _shape(value), remedy)
 
 
 def _check_same_device(op: str, leading: str, value: Tensor, others: dict[str, Tensor]) -> None:

@@ -139,7 +139,8 @@ class SharedExpertMLP(nn.Module):
         text = "".join(
             f", {name}={getattr(self, name)!r}" for name in options if getattr(self, name) is not None
         )
-        return f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}{text}, save={self.save!r}"
+        sizes = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
+        return f"{sizes}{text}, save={self.save!r}"
 
 
 def freeze(module: nn.Module) -> tuple[str, ...]:
@@ -180,14 +181,14 @@ def _linear_weight(mlp: nn.Module, name: str) -> nn.Parameter:
     linear = getattr(mlp, name, None)
     if type(linear) is not nn.Linear:
         raise TypeError(
-            f"{where} must be a plain torch.nn.Linear; got {type(linear).__name__ if linear is not None else 'none'}. "
+            f"{where} must be a plain torch.nn.Linear; got {type(linear).__name__}. "
             "Merge an adapter or dequantise the weight first, or leave this module as it is."
         )
     if linear.bias is not None:
         raise ValueError(f"{where} must have no bias; got one. Leave this module as it is.")
     if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
         raise ValueError(
-            f"{where} must run as it is; got forward hooks or a replaced forward, which would be skipped. Remove them."
+            f"{where} must have no hooks and its own forward; got some, which would be skipped. Remove them."
         )
     return linear.weight
 
@@ -220,7 +221,7 @@ def _limit(mlp: nn.Module, requested: float | None) -> float | None:
     carried = next((getattr(mlp, name) for name in _LIMITS if getattr(mlp, name, None) is not None), None)
     if requested is not None and carried is not None and requested != carried:
         raise ValueError(
-            f"SharedExpertMLP.from_module: swiglu_limit must be the module's own, {carried}; got {requested}. "
-            "Leave it out to take the module's."
+            f"SharedExpertMLP.from_module: swiglu_limit must be the module's, {carried}; got {requested}. "
+            "Leave it out to take that one."
         )
     return carried if requested is None else requested

@@ -1,4 +1,4 @@
-"""Numeric profiles: names for reduction orders. The bits under a name never change; other bits get another name."""
+"""Numeric profiles: names for reduction orders. Bits under a name never change; others get another name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,21 +33,21 @@ PROFILES: Mapping[str, NumericProfile] = {
     for profile in (
         NumericProfile(
             name="fp32-serial-v1",
-            reduction="one fp32 accumulator per output element, k ascending, each product and each sum rounded",
+            reduction="one fp32 accumulator per output, k ascending, each product and each sum rounded",
             promise="equal to the reference oracle on the same device, forward and dX",
             devices=("cpu", "cuda"),
             backends={"cpu": ("reference",), "cuda": ("reference",)},
         ),
         NumericProfile(
             name="tc-fp32-v1",
-            reduction="tensor core, one fp32 accumulator over the whole of K, k ascending; no split-K, no atomics",
-            promise="a row's bits do not depend on T, its position, its neighbours, padding, tile or compilation",
+            reduction="tensor core, one fp32 accumulator over all of K, k ascending; no split-K, no atomics",
+            promise="a row's bits depend on the row alone: not on T, position, neighbours, tile, compilation",
             devices=("cuda",),
         ),
         NumericProfile(
             name="cpu-fp32-v1",
-            reduction="fp32 ATen products over zero-padded blocks of 64 rows, N and K padded to multiples of 64",
-            promise="a row's bits do not depend on T, its position or its neighbours, at a fixed thread count",
+            reduction="fp32 ATen products of zero-padded 64-row blocks, N and K padded to multiples of 64",
+            promise="a row's bits do not depend on T, position or neighbours, at a fixed thread count",
             devices=("cpu",),
             backends={"cpu": ("aten",)},
         ),

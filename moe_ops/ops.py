@@ -87,7 +87,7 @@ def _rows(value: Tensor) -> Tensor:
 
 
 def _vmap_rule(op: Callable) -> Callable:
-    """The batch dimension becomes one more leading dimension of the activations: rows do not depend on each other."""
+    """The batch dimension becomes one more leading dimension of the activations; rows are independent."""
     arguments = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
     activation_count = arguments.index("w_gate")
 

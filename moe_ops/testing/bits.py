@@ -27,8 +27,8 @@ def bit_mismatches(actual: Tensor, expected: Tensor) -> Tensor:
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise ValueError(
-            f"actual is {list(actual.shape)} {actual.dtype}, expected is {list(expected.shape)} {expected.dtype}; "
-            "bits can be compared only between tensors of one shape and one dtype"
+            f"expected must have the shape and dtype of actual, {list(actual.shape)} {actual.dtype}; "
+            f"got {list(expected.shape)} {expected.dtype}. Cast or reshape one of them."
         )
     actual, expected = (value.detach().cpu().contiguous() for value in (actual, expected))
     if not actual.dtype.is_floating_point:

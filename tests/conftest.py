@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` need a CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """A compiler without traces of other tests: no compiled frames, no counters, an empty code cache."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    torch._dynamo.reset()
+    counters.clear()
+    with fresh_cache():
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=[1, 2], ids=["threads1", "threads2"])
+def threads(request):
+    """The intra-op thread count, on which the bits of `cpu-fp32-v1` may depend."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nan_memory():
+    """Every uninitialised tensor is filled with NaN, so that an unwritten element cannot pass."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
