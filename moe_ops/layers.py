@@ -202,7 +202,11 @@ def _require_silu(mlp: nn.Module) -> None:
             "If it is SiLU, set act_fn = torch.nn.SiLU() on the module."
         )
     if not _is_silu(activation):
-        name = getattr(activation, "__name__", type(activation).__name__)
+        name = (
+            getattr(activation, "__name__", type(activation).__name__)
+            if callable(activation)
+            else repr(activation)
+        )
         raise TypeError(f"{where} must be SiLU; got {name}. Leave this module as it is.")
 
 

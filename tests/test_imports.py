@@ -1,0 +1,148 @@
+"""Imports run one way, `import moe_ops` is light, and the package lives beside others (fresh processes)."""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What each file may import from the project. A file that is not listed fails the test.
+ARROWS = {
+    "moe_ops/__init__.py": {
+        "autograd",
+        "checkpoint",
+        "environment",
+        "functional",
+        "layers",
+        "numerics",
+        "reference",
+        "testing",
+    },
+    "moe_ops/layers.py": {"contracts", "functional"},
+    "moe_ops/functional.py": {"contracts"},
+    "moe_ops/autograd.py": {"contracts", "ops"},
+    "moe_ops/checkpoint.py": {"ops"},
+    "moe_ops/environment.py": {"contracts", "numerics", "kernels.cpu_matmul"},
+    "moe_ops/ops.py": {"contracts", "reference", "kernels.cpu_matmul"},
+    "moe_ops/reference.py": {"contracts"},
+    "moe_ops/contracts.py": {"numerics"},
+    "moe_ops/numerics.py": set(),
+    "moe_ops/testing/__init__.py": {"bits", "inputs"},
+    "moe_ops/testing/bits.py": set(),
+    "moe_ops/testing/inputs.py": set(),
+    "kernels/cpu_matmul.py": set(),
+}
+
+
+def shipped_files():
+    return [
+        path
+        for folder in ("moe_ops", "kernels", "lowering")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+
+
+def imports_of(path):
+    """(relative imports, absolute imports) of a file, wherever in it they stand."""
+    relative, absolute = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            absolute |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            absolute.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 1, f"{path}: an import from above its own folder"
+            relative |= {node.module} if node.module else {alias.name for alias in node.names}
+    return relative, absolute
+
+
+@pytest.mark.parametrize("path", shipped_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_arrows(path):
+    relative, absolute = imports_of(path)
+    assert relative == ARROWS[str(path.relative_to(ROOT))]
+    third_party = {name.split(".")[0] for name in absolute} - set(sys.stdlib_module_names)
+    assert third_party <= {"torch"}, "optional packages are imported where they are first needed"
+    assert not any(name.startswith(("torch._inductor", "torch._dynamo")) for name in absolute)
+
+
+def test_arrows_run_one_way():
+    graph = {
+        Path(name).stem: {target.split(".")[-1] for target in targets} for name, targets in ARROWS.items()
+    }
+
+    def reachable(name, seen=()):
+        assert name not in seen, f"a cycle: {' -> '.join((*seen, name))}"
+        for target in graph.get(name, ()):
+            reachable(target, (*seen, name))
+
+    del graph["__init__"]
+    for name in graph:
+        reachable(name)
+
+
+def run_python(code, *paths, cwd=None, **environment):
+    """Run `code` in a fresh process that finds modules in `paths` before the installed ones."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | environment
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=cwd,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
+USE = """
+import torch, moe_ops
+layer = moe_ops.SharedExpertMLP(64, 32)
+x = torch.randn(3, 64).bfloat16().requires_grad_()
+layer(x).sum().backward()
+"""
+
+
+def test_import_is_light(tmp_path):
+    heavy = "[n for n in sys.modules if n.startswith(('triton', 'torch._inductor', 'torch._dynamo'))]"
+    code = f"import sys, torch; before = set({heavy})\n{USE}\nprint(len(set({heavy}) - before))"
+    assert run_python(code, ROOT, cwd=tmp_path) == ["0"]
+
+
+def test_works_without_triton_and_without_cuda(tmp_path):
+    code = f"import sys; sys.modules['triton'] = None\n{USE}\nprint(moe_ops.profiles('cpu')[-1], x.grad.shape[0])"
+    assert run_python(code, ROOT, cwd=tmp_path, CUDA_VISIBLE_DEVICES="") == ["cpu-fp32-v1", "3"]
+
+
+def test_plain_checkout(tmp_path):
+    """Not installed, and used from another folder: kernels/ and lowering/ belong to the package all the same."""
+    modules = "import moe_ops, moe_ops.lowering, moe_ops.kernels.cpu_matmul as cpu_matmul"
+    code = f"{modules}\nprint(moe_ops.__file__, cpu_matmul.__file__)"
+    found = run_python(code, ROOT, cwd=tmp_path)
+    assert [Path(name) for name in found] == [ROOT / "moe_ops/__init__.py", ROOT / "kernels/cpu_matmul.py"]
+
+
+@pytest.mark.parametrize("checkout_first", [True, False])
+def test_lives_beside_another_package_called_kernels(tmp_path, checkout_first):
+    """The Hugging Face hub client is a package called `kernels`."""
+    other = tmp_path / "site" / "kernels"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("name = 'other'")
+    paths = (ROOT, other.parent) if checkout_first else (other.parent, ROOT)
+    code = f"import kernels\n{USE}\nprint(kernels.name, moe_ops.kernels.__name__)"
+    assert run_python(code, *paths, cwd=ROOT) == ["other", "moe_ops.kernels"]
+
+
+def test_packaging_maps_the_folders():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert tool["package-dir"]["moe_ops.kernels"] == "kernels"
+    assert tool["package-dir"]["moe_ops.lowering"] == "lowering"
+    folders = {tool["package-dir"][package] for package in tool["packages"]}
+    assert {str(path.parent.relative_to(ROOT)) for path in shipped_files()} <= folders
+    for folder in ("kernels", "lowering"):
+        assert not (ROOT / folder / "__init__.py").exists(), "it would shadow another package of that name"
