@@ -60,7 +60,7 @@ def test_compiled_layer_is_the_eager_layer(save, profile, fresh_compiler):
 
 
 def test_compiled_model_feeds_the_layer_its_own_inputs(fresh_compiler):
-    """Inside a compiled block the layer gives the eager layer's bits on the inputs that the block computed."""
+    """Inside a compiled block the layer gives the eager layer's bits on the inputs that it got."""
     layer, x, _ = make_layer()
     block = Block(layer)
 

@@ -115,12 +115,12 @@ def test_import_is_light(tmp_path):
 
 
 def test_works_without_triton_and_without_cuda(tmp_path):
-    code = f"import sys; sys.modules['triton'] = None\n{USE}\nprint(moe_ops.profiles('cpu')[-1], x.grad.shape[0])"
-    assert run_python(code, ROOT, cwd=tmp_path, CUDA_VISIBLE_DEVICES="") == ["cpu-fp32-v1", "3"]
+    code = f"import sys; sys.modules['triton'] = None\n{USE}\nprint(moe_ops.provenance().backend)"
+    assert run_python(code, ROOT, cwd=tmp_path, CUDA_VISIBLE_DEVICES="") == ["aten"]
 
 
 def test_plain_checkout(tmp_path):
-    """Not installed, and used from another folder: kernels/ and lowering/ belong to the package all the same."""
+    """Not installed, used from another folder: kernels/ and lowering/ belong to the package all the same."""
     modules = "import moe_ops, moe_ops.lowering, moe_ops.kernels.cpu_matmul as cpu_matmul"
     code = f"{modules}\nprint(moe_ops.__file__, cpu_matmul.__file__)"
     found = run_python(code, ROOT, cwd=tmp_path)
