@@ -1,4 +1,4 @@
-"""The shared expert on CUDA: the oracle, the operators, compilation, graphs. Needs a GPU; any number of SMs will do."""
+"""The shared expert on CUDA: the oracle, the operators, compilation, graphs. Any CUDA device will do."""
 
 import pytest
 import torch
