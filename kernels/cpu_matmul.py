@@ -7,23 +7,25 @@ import torch
 from torch import Tensor
 
 BLOCK_ROWS = 64
-"""Rows of every ATen call. Part of the profile: another height may select another BLAS code path."""
+"""Rows of every product. Part of the profile: another height may select another BLAS code path."""
 
 ALIGNMENT = 64
 """N and K are zero-padded to a multiple of this. Part of the profile.
 
-A row's bits depended on its position inside the block when N or K was not a multiple of 8 or 16 (K 50 with
-one thread, N 37 with three or more threads; BLAS edge kernels), and never when both were multiples of 16
-(`tests/test_bits.py`).
+A row's bits depended on its position inside the block when N or K was not a multiple of 8 or 16, with one
+thread even (K 50): BLAS kernels treat the edges of a matrix otherwise.
 """
 
 
 def blocked_matmul(a: Tensor, weight: Tensor, *, transpose_weight: bool) -> Tensor:
     """`a @ weight.T` or `a @ weight` in fp32, the same bits for a row whatever the other rows are.
 
-    Every product is one `[BLOCK_ROWS, K] x [K, N]` call on freshly laid out operands, so neither the number
-    of rows, nor the strides of the caller's tensors, nor a row's neighbours reach the BLAS library's choice
-    of code.
+    Every block of rows is one single-threaded BLAS product of one shape, on operands laid out anew: neither
+    the number of rows, nor the caller's strides, nor the thread count reach the library's choice of code.
+    ATen has one call for such a batch, the 1 x 1 convolution without im2col: it shares the images among
+    threads, and a product inside a parallel region runs on one thread. `torch.mm` and `torch.bmm` let the
+    library thread each product, and then a row's bits depend on its position in the block or on the number of
+    blocks (AVX-512, 16 threads, K 1024, N 64; `tests/test_bits.py` covers the shapes).
 
     Args:
         a: [M, K], any floating dtype and strides.
@@ -33,26 +35,26 @@ def blocked_matmul(a: Tensor, weight: Tensor, *, transpose_weight: bool) -> Tens
     Returns:
         [M, N] fp32, row-major.
     """
-    rows = a.shape[0]
-    columns = weight.shape[0] if transpose_weight else weight.shape[1]
-    a = _zero_padded(a, BLOCK_ROWS)
-    weight = _zero_padded(weight, ALIGNMENT)
-    if transpose_weight:
-        weight = weight.t()
-    out = a.new_empty(a.shape[0], weight.shape[1])
+    rows, columns = a.shape[0], weight.shape[0] if transpose_weight else weight.shape[1]
+    blocks = max(2, -(-rows // BLOCK_ROWS))  # a lone block would run outside the parallel region
+    a = _zero_padded(a, blocks * BLOCK_ROWS)
+    weight = _zero_padded(weight if transpose_weight else weight.t(), _aligned(columns))
+    images = a.view(blocks, 1, BLOCK_ROWS, a.shape[1]).permute(0, 3, 1, 2)
+    filters = weight[:, :, None, None]
     with _ieee_fp32_products():
-        for start in range(0, a.shape[0], BLOCK_ROWS):
-            block = slice(start, start + BLOCK_ROWS)
-            torch.mm(a[block], weight, out=out[block])
+        out = torch.ops.aten._slow_conv2d_forward(images, filters, [1, 1], None, [1, 1], [0, 0])
+    out = out.permute(0, 2, 3, 1).reshape(blocks * BLOCK_ROWS, weight.shape[0])
     return out[:rows, :columns].contiguous()
 
 
-def _zero_padded(matrix: Tensor, row_multiple: int) -> Tensor:
-    """An fp32 copy of `matrix`, row-major, rows and columns padded with zeros to whole multiples."""
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _zero_padded(matrix: Tensor, padded_rows: int) -> Tensor:
+    """A row-major fp32 copy of `matrix` with zeros below it, and beside it up to an aligned width."""
     rows, columns = matrix.shape
-    padded_rows = -(-rows // row_multiple) * row_multiple
-    padded_columns = -(-columns // ALIGNMENT) * ALIGNMENT
-    padded = matrix.new_empty(padded_rows, padded_columns, dtype=torch.float32)
+    padded = matrix.new_empty(padded_rows, _aligned(columns), dtype=torch.float32)
     padded[:rows, :columns] = matrix
     padded[rows:].zero_()
     padded[:rows, columns:].zero_()
@@ -61,7 +63,10 @@ def _zero_padded(matrix: Tensor, row_multiple: int) -> Tensor:
 
 @contextlib.contextmanager
 def _ieee_fp32_products() -> Iterator[None]:
-    """Keep `torch.set_float32_matmul_precision`, which users set for their GPU, away from the CPU's bits."""
+    """Keep `torch.set_float32_matmul_precision`, which users set for their GPU, away from the CPU's bits.
+
+    With "medium", oneDNN took half of the outputs to other bits on an AVX-512 machine.
+    """
     matmul = torch.backends.mkldnn.matmul
     saved = matmul.fp32_precision
     if saved in ("none", "ieee"):

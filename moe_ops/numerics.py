@@ -46,7 +46,7 @@ PROFILES: Mapping[str, NumericProfile] = {
         ),
         NumericProfile(
             name="cpu-fp32-v1",
-            reduction="fp32 ATen products of zero-padded 64-row blocks, N and K padded to multiples of 64",
+            reduction="one single-threaded fp32 BLAS product per zero-padded block of 64 rows, N and K too",
             promise="a row's bits do not depend on T, position or neighbours, at a fixed thread count",
             devices=("cpu",),
             backends={"cpu": ("aten",)},
