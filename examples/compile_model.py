@@ -64,7 +64,7 @@ class DenseMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each after a norm and beside a residual. Returns the MLP's input and output too."""
+    """Attention and an MLP, each after a norm and beside a residual. Also returns the MLP's traffic."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()

@@ -6,26 +6,27 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-BLOCK_ROWS = 64
-"""Rows of every product. Part of the profile: another height may select another BLAS code path."""
+BLOCK_ROWS = 32
+"""Rows of every product: BLAS libraries take other code for few rows, so there never are few."""
+
+CHUNK_K = 128
+"""Part of the profile: k runs in chunks of this length, zero-padded.
+
+Up to K 192 the product was one chain of FMAs for each output on every machine, at every thread count; longer
+ones are cut where the library likes (192 with AVX2; by the thread count with AVX-512).
+"""
 
 ALIGNMENT = 64
-"""N and K are zero-padded to a multiple of this. Part of the profile.
-
-A row's bits depended on its position inside the block when N or K was not a multiple of 8 or 16, with one
-thread even (K 50): BLAS kernels treat the edges of a matrix otherwise.
-"""
+"""N is zero-padded to a multiple of this: BLAS libraries take other code at the edges of a matrix."""
 
 
 def blocked_matmul(a: Tensor, weight: Tensor, *, transpose_weight: bool) -> Tensor:
     """`a @ weight.T` or `a @ weight` in fp32, the same bits for a row whatever the other rows are.
 
-    Every block of rows is one single-threaded BLAS product of one shape, on operands laid out anew: neither
-    the number of rows, nor the caller's strides, nor the thread count reach the library's choice of code.
-    ATen has one call for such a batch, the 1 x 1 convolution without im2col: it shares the images among
-    threads, and a product inside a parallel region runs on one thread. `torch.mm` and `torch.bmm` let the
-    library thread each product, and then a row's bits depend on its position in the block or on the number of
-    blocks (AVX-512, 16 threads, K 1024, N 64; `tests/test_bits.py` covers the shapes).
+    Each output is a sum over chunks of `CHUNK_K`, ascending from +0; each chunk is one chain of FMAs,
+    ascending from +0. That order is what the BLAS library computes for products of this form
+    (`tests/test_bits.py` compares the bits with the chain itself), while the order of one long product
+    depends on the machine, the thread count, the number of rows and a row's position.
 
     Args:
         a: [M, K], any floating dtype and strides.
@@ -36,25 +37,27 @@ def blocked_matmul(a: Tensor, weight: Tensor, *, transpose_weight: bool) -> Tens
         [M, N] fp32, row-major.
     """
     rows, columns = a.shape[0], weight.shape[0] if transpose_weight else weight.shape[1]
-    blocks = max(2, -(-rows // BLOCK_ROWS))  # a lone block would run outside the parallel region
-    a = _zero_padded(a, blocks * BLOCK_ROWS)
-    weight = _zero_padded(weight if transpose_weight else weight.t(), _aligned(columns))
-    images = a.view(blocks, 1, BLOCK_ROWS, a.shape[1]).permute(0, 3, 1, 2)
-    filters = weight[:, :, None, None]
+    a = _zero_padded(a, BLOCK_ROWS, CHUNK_K).unflatten(0, (-1, BLOCK_ROWS))
+    if transpose_weight:
+        weight = _zero_padded(weight, ALIGNMENT, CHUNK_K).t()
+    else:
+        weight = _zero_padded(weight, CHUNK_K, ALIGNMENT)
+    total = a.new_zeros(a.shape[0], BLOCK_ROWS, weight.shape[1])
+    chunk_sum = torch.empty_like(total)
     with _ieee_fp32_products():
-        out = torch.ops.aten._slow_conv2d_forward(images, filters, [1, 1], None, [1, 1], [0, 0])
-    out = out.permute(0, 2, 3, 1).reshape(blocks * BLOCK_ROWS, weight.shape[0])
-    return out[:rows, :columns].contiguous()
+        for start in range(0, weight.shape[0], CHUNK_K):
+            chunk = slice(start, start + CHUNK_K)
+            torch.bmm(a[:, :, chunk], weight[chunk].expand(a.shape[0], -1, -1), out=chunk_sum)
+            total += chunk_sum
+    return total.flatten(0, 1)[:rows, :columns].contiguous()
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _zero_padded(matrix: Tensor, padded_rows: int) -> Tensor:
-    """A row-major fp32 copy of `matrix` with zeros below it, and beside it up to an aligned width."""
+def _zero_padded(matrix: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
+    """A row-major fp32 copy of `matrix`, its sizes padded with zeros to whole multiples."""
     rows, columns = matrix.shape
-    padded = matrix.new_empty(padded_rows, _aligned(columns), dtype=torch.float32)
+    padded_rows, padded_columns = -(-rows // row_multiple), -(-columns // column_multiple)
+    shape = (padded_rows * row_multiple, padded_columns * column_multiple)
+    padded = matrix.new_empty(shape, dtype=torch.float32)
     padded[:rows, :columns] = matrix
     padded[rows:].zero_()
     padded[:rows, columns:].zero_()
@@ -65,7 +68,7 @@ def _zero_padded(matrix: Tensor, padded_rows: int) -> Tensor:
 def _ieee_fp32_products() -> Iterator[None]:
     """Keep `torch.set_float32_matmul_precision`, which users set for their GPU, away from the CPU's bits.
 
-    With "medium", oneDNN took half of the outputs to other bits on an AVX-512 machine.
+    With "medium", oneDNN changed the bits of most outputs on an AVX-512 machine.
     """
     matmul = torch.backends.mkldnn.matmul
     saved = matmul.fp32_precision

@@ -7,10 +7,10 @@ from importlib import metadata
 import torch
 
 from . import contracts
-from .kernels.cpu_matmul import BLOCK_ROWS
+from .kernels.cpu_matmul import BLOCK_ROWS, CHUNK_K
 from .numerics import PROFILES
 
-_TILES = {"reference": "none: one output element at a time", "aten": f"{BLOCK_ROWS} rows"}
+_TILES = {"reference": "none: one output element at a time", "aten": f"{BLOCK_ROWS} rows, {CHUNK_K} k"}
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Provenance:
         backend_requested, backend: the backend asked for (`None` for the preferred one), and the one used.
         profile, reduction, tile: the numeric profile, its reduction order, the tile it runs in.
         device, device_type: the device's name and type.
-        threads: the intra-op threads of a CPU, on which the bits of `cpu-fp32-v1` depend; `None` on a GPU.
+        threads: the intra-op threads of a CPU; `None` on a GPU.
         torch, triton: versions; triton is `None` where it is not installed.
     """
 

@@ -46,8 +46,8 @@ PROFILES: Mapping[str, NumericProfile] = {
         ),
         NumericProfile(
             name="cpu-fp32-v1",
-            reduction="one single-threaded fp32 BLAS product per zero-padded block of 64 rows, N and K too",
-            promise="a row's bits do not depend on T, position or neighbours, at a fixed thread count",
+            reduction="fp32 FMAs, k in chunks of 128: ascending from +0 inside a chunk, chunk sums ascending",
+            promise="a row's bits do not depend on T, position, neighbours or thread count",
             devices=("cpu",),
             backends={"cpu": ("aten",)},
         ),

@@ -27,7 +27,7 @@ def fresh_compiler():
 
 @pytest.fixture(params=[1, 2], ids=["threads1", "threads2"])
 def threads(request):
-    """The intra-op thread count, on which the bits of `cpu-fp32-v1` may depend."""
+    """The intra-op thread count."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

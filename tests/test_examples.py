@@ -1,6 +1,7 @@
-"""The examples run as a user would run them."""
+"""The examples and the README run as a user would run them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,24 @@ def test_compile_model(tmp_path):
     assert "cpu-fp32-v1" in lines["profile"]
     assert lines["graph breaks"].split()[-1] == "0"
     assert "yes" in lines["1"] and " 0 / " in lines["1"] and "of 384" in lines["1"]
+
+
+def readme_blocks(language):
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+
+
+def test_readme_code_runs(fresh_compiler):
+    """All Python blocks, in their order, in one namespace."""
+    blocks = readme_blocks("python")
+    assert len(blocks) >= 5
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    commands = re.findall(r"^    (pip install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) == 2
+    assert commands[1] == (ROOT / ".ci/run").read_text().rstrip().splitlines()[-1]

@@ -271,7 +271,7 @@ def test_provenance_round_trip():
     assert (record.backend_requested, record.backend, record.profile) == (None, "aten", "cpu-fp32-v1")
     assert record.threads == torch.get_num_threads()
     assert record.torch == torch.__version__
-    assert "64 rows" in record.tile and "64" in record.reduction
+    assert "32 rows" in record.tile and "128" in record.reduction
     again = moe_ops.provenance("cpu", profile=record.profile, backend=record.backend)
     assert again.backend_requested == "aten"
     layer = moe_ops.SharedExpertMLP(HIDDEN, INTERMEDIATE)
