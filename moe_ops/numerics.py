@@ -16,7 +16,6 @@ class NumericProfile:
         name: the name that crosses the operator schemas.
         reduction: how one output element of a matrix product is summed.
         promise: what equals what, bit for bit.
-        devices: the device types that the profile is defined on.
         backends: device type -> the backends of this build that compute the profile there, the preferred one
             first.
     """
@@ -24,7 +23,6 @@ class NumericProfile:
     name: str
     reduction: str
     promise: str
-    devices: tuple[str, ...]
     backends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -35,20 +33,17 @@ PROFILES: Mapping[str, NumericProfile] = {
             name="fp32-serial-v1",
             reduction="one fp32 accumulator per output, k ascending, each product and each sum rounded",
             promise="equal to the reference oracle on the same device, forward and dX",
-            devices=("cpu", "cuda"),
             backends={"cpu": ("reference",), "cuda": ("reference",)},
         ),
         NumericProfile(
             name="tc-fp32-v1",
             reduction="tensor core, one fp32 accumulator over all of K, k ascending; no split-K, no atomics",
             promise="a row's bits depend on the row alone: not on T, position, neighbours, tile, compilation",
-            devices=("cuda",),
         ),
         NumericProfile(
             name="cpu-fp32-v1",
             reduction="fp32 FMAs, k in chunks of 128: ascending from +0 inside a chunk, chunk sums ascending",
             promise="a row's bits do not depend on T, position, neighbours or thread count",
-            devices=("cpu",),
             backends={"cpu": ("aten",)},
         ),
     )

@@ -57,7 +57,7 @@ def test_neighbours_do_not_leak():
 def chained(a, weight):
     """The reduction order of the profile, step by step. a: [M, K]; weight: [K, N].
 
-    A double holds the product of two bf16 exactly, and rounding a double sum to fp32 once more is innocuous, so
+    A double holds the product of two bf16 exactly, and rounding a double sum to fp32 again is innocuous, so
     each step is an fp32 FMA.
     """
     total = torch.zeros(a.shape[0], weight.shape[1])

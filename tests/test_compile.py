@@ -217,6 +217,7 @@ def graph_text(graph_module):
 @pytest.mark.parametrize("save", ["recompute", "activations"])
 def test_graphs(save, fresh_compiler):
     """One operator forward, one backward, nothing else: no copy, no cast, no decomposition."""
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
     graphs = {}
@@ -224,7 +225,7 @@ def test_graphs(save, fresh_compiler):
     def keep(name):
         def compiler(graph_module, example_inputs):
             graphs[name] = graph_text(graph_module)
-            return graph_module.forward
+            return make_boxed_func(graph_module.forward)
 
         return compiler
 

@@ -377,3 +377,19 @@ def test_reference_has_the_same_rules():
 def test_device_without_profiles():
     with pytest.raises(NotImplementedError, match="device must be of a type among 'cpu', 'cuda'; got 'xpu'"):
         moe_ops.provenance("xpu")
+
+
+def test_dtensors_are_refused_by_name():
+    """No sharding rule: the error names the operator, for sharded and replicated weights, before any work."""
+    from torch import distributed
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for placement in (Replicate(), Shard(0)):
+            call = {name: distribute_tensor(value, mesh, [placement]) for name, value in arguments().items()}
+            with pytest.raises(NotImplementedError, match="moe_ops.shared_expert_mlp"):
+                moe_ops.shared_expert_mlp(**call)
+    finally:
+        distributed.destroy_process_group()

@@ -127,6 +127,52 @@ def test_swiglu_on_all_pairs_of_special_values():
     assert bits_equal(reference.swiglu(g, u, None), torch.tensor(expected).bfloat16())
 
 
+def rounded_mul(a, b):
+    """fp32 product by way of doubles, which hold it exactly."""
+    return (a.double() * b.double()).float()
+
+
+def rounded_add(a, b):
+    """fp32 sum by way of doubles, where the second rounding is innocuous."""
+    return (a.double() + b.double()).float()
+
+
+@pytest.mark.parametrize("transpose_weight", [True, False], ids=["NK", "KN"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-70, 2.0**62], ids=["normal", "subnormal-products", "overflow"])
+def test_serial_matmul_multiplies_rounds_adds_rounds(transpose_weight, scale):
+    """Long enough to differ from another order; with products below 2^-149, where an FMA differs."""
+    a = (torch.randn(9, 600) * scale).bfloat16()
+    weight = ((torch.randn(33, 600) if transpose_weight else torch.randn(600, 33)) * scale).bfloat16()
+    by_k = weight.t() if transpose_weight else weight
+    expected = torch.zeros(9, 33)
+    fused = torch.zeros(9, 33)
+    for k in range(600):
+        product = a[:, k, None].double() * by_k[k].double()
+        expected = rounded_add(expected, product.float())
+        fused = (fused.double() + product).float()
+    assert bits_equal(reference.serial_matmul(a, weight, transpose_weight=transpose_weight), expected)
+    assert bits_equal(fused, expected) == (scale >= 1.0)
+
+
+@pytest.mark.parametrize("limit", [None, 1.5], ids=["nolimit", "limit"])
+def test_activation_in_the_written_order(limit):
+    """Enough values for a reordered product or sum to show through the bf16 rounding."""
+    g, u = torch.randn(2, 1 << 22) * 3
+    dh = torch.randn(1 << 22).bfloat16()
+    one = torch.ones(())
+    gc, uc = (g, u) if limit is None else (g.clamp(max=limit), u.clamp(-limit, limit))
+    sig = reference.sigmoid(gc)
+    silu = rounded_mul(gc, sig)
+    assert bits_equal(reference.swiglu(g, u, limit), rounded_mul(silu, uc).bfloat16())
+    dsilu = rounded_mul(sig, rounded_add(one, rounded_mul(gc, rounded_add(one, -sig))))
+    dgate, dup = rounded_mul(rounded_mul(dh, uc), dsilu), rounded_mul(dh, silu)
+    if limit is not None:
+        dgate, dup = dgate.masked_fill(g >= limit, 0), dup.masked_fill(u.abs() >= limit, 0)
+    actual = reference.swiglu_backward(dh, g, u, limit)
+    assert bits_equal(actual[0], dgate.bfloat16())
+    assert bits_equal(actual[1], dup.bfloat16())
+
+
 def test_limit_gradient_is_zero_exactly_at_the_bound():
     g = torch.tensor([2.0, 1.9921875, math.nan, 5.0, 1.0, 1.0, 1.0])
     u = torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, -2.0, math.nan])
