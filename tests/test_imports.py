@@ -2,14 +2,17 @@
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 # What each file may import from the project. A file that is not listed fails the test.
 ARROWS = {
@@ -146,3 +149,34 @@ def test_packaging_maps_the_folders():
     assert {str(path.parent.relative_to(ROOT)) for path in shipped_files()} <= folders
     for folder in ("kernels", "lowering"):
         assert not (ROOT / folder / "__init__.py").exists(), "it would shadow another package of that name"
+
+
+@pytest.mark.skipif(
+    int(metadata.version("setuptools").split(".")[0]) < 77, reason="needs setuptools >= 77 to build"
+)
+def test_wheel_holds_the_folders(tmp_path):
+    """Built from a copy, installed by unpacking, imported from there."""
+    pytest.importorskip("setuptools", minversion="77")
+    source = shutil.copytree(
+        ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "build", "*.egg-info")
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+    ]
+    subprocess.run([*command, source], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    assert {path.name for path in site.iterdir()} == {"moe_ops", f"moe_ops-{VERSION}.dist-info"}
+    assert (site / "moe_ops/py.typed").exists()
+    code = "import moe_ops.lowering, moe_ops.kernels.cpu_matmul as kernel"
+    found = run_python(f"{code}\nprint(moe_ops.__version__, kernel.__file__)", site, cwd=tmp_path)
+    assert found == [VERSION, str(site / "moe_ops/kernels/cpu_matmul.py")]
