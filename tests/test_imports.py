@@ -151,9 +151,6 @@ def test_packaging_maps_the_folders():
         assert not (ROOT / folder / "__init__.py").exists(), "it would shadow another package of that name"
 
 
-@pytest.mark.skipif(
-    int(metadata.version("setuptools").split(".")[0]) < 77, reason="needs setuptools >= 77 to build"
-)
 def test_wheel_holds_the_folders(tmp_path):
     """Built from a copy, installed by unpacking, imported from there."""
     pytest.importorskip("setuptools", minversion="77")
