@@ -36,32 +36,33 @@ def blocked_matmul(a: Tensor, weight: Tensor, *, transpose_weight: bool) -> Tens
     Returns:
         [M, N] fp32, row-major.
     """
-    rows, columns = a.shape[0], weight.shape[0] if transpose_weight else weight.shape[1]
-    a = _zero_padded(a, BLOCK_ROWS, CHUNK_K).unflatten(0, (-1, BLOCK_ROWS))
+    rows, size_k = a.shape
+    by_k = weight.t() if transpose_weight else weight
+    columns = by_k.shape[1]
+    padded_columns = _whole(columns, ALIGNMENT)
+    a_blocks = a.new_zeros(_whole(rows, BLOCK_ROWS), _whole(size_k, CHUNK_K), dtype=torch.float32)
+    a_blocks[:rows, :size_k] = a
+    a_blocks = a_blocks.unflatten(0, (-1, BLOCK_ROWS))
+    # One chunk [CHUNK_K, N], stored as the weight is. The whole weight in fp32 took twice the time at T = 1.
     if transpose_weight:
-        weight = _zero_padded(weight, ALIGNMENT, CHUNK_K).t()
+        weight_chunk = a_blocks.new_zeros(padded_columns, CHUNK_K).t()
     else:
-        weight = _zero_padded(weight, CHUNK_K, ALIGNMENT)
-    total = a.new_zeros(a.shape[0], BLOCK_ROWS, weight.shape[1])
+        weight_chunk = a_blocks.new_zeros(CHUNK_K, padded_columns)
+    total = a_blocks.new_zeros(a_blocks.shape[0], BLOCK_ROWS, padded_columns)
     chunk_sum = torch.empty_like(total)
     with _ieee_fp32_products():
-        for start in range(0, weight.shape[0], CHUNK_K):
-            chunk = slice(start, start + CHUNK_K)
-            torch.bmm(a[:, :, chunk], weight[chunk].expand(a.shape[0], -1, -1), out=chunk_sum)
+        for start in range(0, size_k, CHUNK_K):
+            length = min(CHUNK_K, size_k - start)
+            weight_chunk[:length, :columns] = by_k[start : start + length]
+            weight_chunk[length:].zero_()
+            a_chunk = a_blocks[:, :, start : start + CHUNK_K]
+            torch.bmm(a_chunk, weight_chunk.expand(a_blocks.shape[0], -1, -1), out=chunk_sum)
             total += chunk_sum
     return total.flatten(0, 1)[:rows, :columns].contiguous()
 
 
-def _zero_padded(matrix: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
-    """A row-major fp32 copy of `matrix`, its sizes padded with zeros to whole multiples."""
-    rows, columns = matrix.shape
-    padded_rows, padded_columns = -(-rows // row_multiple), -(-columns // column_multiple)
-    shape = (padded_rows * row_multiple, padded_columns * column_multiple)
-    padded = matrix.new_empty(shape, dtype=torch.float32)
-    padded[:rows, :columns] = matrix
-    padded[rows:].zero_()
-    padded[:rows, columns:].zero_()
-    return padded
+def _whole(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 @contextlib.contextmanager

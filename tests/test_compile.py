@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+import torch._inductor
 from expecttest import assert_expected_inline
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -159,6 +160,17 @@ def test_export_saves_loads_and_runs_another_t():
     loaded = torch.export.load(buffer).module()
     for rows in (1, 2, 33, 300):
         assert bits_equal(loaded(x[:rows]), block(x[:rows])), rows
+
+
+def test_aot_inductor_package_runs_another_t(tmp_path, fresh_compiler):
+    """The operator is a call into this process's moe_ops: a package loads only where moe_ops is imported."""
+    layer, x, _ = make_layer()
+    with torch.no_grad():
+        program = torch.export.export(layer, (x[:17],), dynamic_shapes=({0: torch.export.Dim("T")},))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    for rows in (2, 17, 300):
+        assert bits_equal(loaded(x[:rows]), layer(x[:rows])), rows
 
 
 def count_forwards(monkeypatch):
