@@ -162,6 +162,10 @@ def test_export_saves_loads_and_runs_another_t():
         assert bits_equal(loaded(x[:rows]), block(x[:rows])), rows
 
 
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < (2, 13),
+    reason="torch 2.11 ends in a segmentation fault when it loads a package that calls a custom operator",
+)
 def test_aot_inductor_package_runs_another_t(tmp_path, fresh_compiler):
     """The operator is a call into this process's moe_ops: a package loads only where moe_ops is imported."""
     layer, x, _ = make_layer()
