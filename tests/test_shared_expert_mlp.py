@@ -7,8 +7,8 @@ from torch.nn import functional as F
 import moe_ops
 from moe_ops.testing import bits_equal, shared_expert_inputs
 
-# (256, 1024, 512): one-ulp faults do not show at tiny shapes. (3, 100, 37): ragged everywhere. I = 4224: above a
-# cap that another library had.
+# (256, 1024, 512): one-ulp faults do not show at tiny shapes. (3, 100, 37): ragged everywhere.
+# I = 4224: above a cap that another library had.
 SHAPES = [(1, 128, 64), (16, 128, 64), (3, 100, 37), (2, 384, 4224), (256, 1024, 512)]
 SHAPE_IDS = [f"T{t}-H{h}-I{i}" for t, h, i in SHAPES]
 OPS = torch.ops.moe_ops
