@@ -12,8 +12,8 @@ BLOCK_ROWS = 32
 CHUNK_K = 128
 """Part of the profile: k runs in chunks of this length, zero-padded.
 
-Up to K 192 the product was one chain of FMAs for each output on every machine, at every thread count; longer
-ones are cut where the library likes (192 with AVX2; by the thread count with AVX-512).
+Up to K 192 an MKL product was one chain of FMAs for each output, with AVX2 and AVX-512, at 1 to 32 threads.
+Longer ones are cut where the library likes: at 192 with AVX2, by the thread count with AVX-512.
 """
 
 ALIGNMENT = 64

@@ -62,7 +62,7 @@ class _Save(torch.autograd.Function):
 def _forward_kernel(op: Callable, function: type[torch.autograd.Function]) -> Callable:
     def kernel(x, w_gate, w_up, w_down, **options):
         contracts.check_frozen("shared_expert_mlp", w_gate=w_gate, w_up=w_up, w_down=w_down)
-        contracts.check_not_transformed("shared_expert_mlp", _transform(x))
+        contracts.check_not_transformed("shared_expert_mlp", _transform(x, w_gate, w_up, w_down))
         if torch.is_grad_enabled() and x.requires_grad:
             return function.apply(options, x, w_gate, w_up, w_down)
         return _below_autograd(op, x, w_gate, w_up, w_down, **options)
@@ -77,6 +77,7 @@ def _dx_kernel(op: Callable) -> Callable:
         tensors = dict(zip(names, args, strict=True))
         weights = {name: tensors.pop(name) for name in ("w_gate", "w_up", "w_down")}
         contracts.check_frozen("shared_expert_mlp_dx", **weights)
+        contracts.check_not_transformed("shared_expert_mlp_dx", _transform(*args))
         if any(tensor.requires_grad for tensor in tensors.values()):
             contracts.check_first_derivative("shared_expert_mlp_dx")
         return _below_autograd(op, *args, **options)
@@ -84,11 +85,13 @@ def _dx_kernel(op: Callable) -> Callable:
     return kernel
 
 
-def _transform(x: Tensor) -> str | None:
-    """The differentiating transform that x is under, by name, if any."""
-    if forward_ad.unpack_dual(x).tangent is not None:
+def _transform(*tensors: Tensor) -> str | None:
+    """The differentiating transform that one of the tensors is under, by name, if any."""
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         return "forward-mode automatic differentiation"
-    if torch.is_grad_enabled() and x.requires_grad and torch._C._are_functorch_transforms_active():
+    if not (torch.is_grad_enabled() and torch._C._are_functorch_transforms_active()):
+        return None
+    if any(tensor.requires_grad for tensor in tensors):
         return "torch.func.grad (or another torch.func transform)"
     return None
 

@@ -16,12 +16,10 @@ _FORWARD_OPERATORS = frozenset(
 
 
 def checkpoint_policy() -> Callable[..., CheckpointPolicy]:
-    """A policy that saves the outputs of this package's forward operators and prefers to recompute everything
-    else.
+    """A policy that saves the outputs of this package's forward operators and recomputes the rest.
 
-    A checkpointed block then runs each of these operators once: their own backward already recomputes what it
-        needs
-    (`save="recompute"`), and without the policy the block's recomputation would compute it a second time.
+    A checkpointed block then runs each of these operators once. Their own backward already recomputes what it
+    needs (`save="recompute"`); without the policy the block's recomputation would run them a second time.
 
         contexts = functools.partial(create_selective_checkpoint_contexts, moe_ops.checkpoint_policy())
         y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=contexts)

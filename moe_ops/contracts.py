@@ -170,7 +170,8 @@ def check_not_transformed(op: str, transform: str | None) -> None:
     """Gradients exist through torch.autograd alone: any other transform would drop them, so it is refused."""
     if transform is not None:
         required = "free of function transforms that differentiate"
-        _fail(NotImplementedError, op, "x", required, transform, "Use .backward() or torch.autograd.grad.")
+        remedy = "Use .backward() or torch.autograd.grad."
+        _fail(NotImplementedError, op, "every tensor", required, transform, remedy)
 
 
 def check_first_derivative(op: str) -> None:

@@ -15,7 +15,7 @@ _TILES = {"reference": "none: one output element at a time", "aten": f"{BLOCK_RO
 
 @dataclass(frozen=True)
 class Provenance:
-    """What computes a call. Two machines whose records are equal give the same bits.
+    """What computes a call, to be compared between machines, a trainer and a rollout for example.
 
     Attributes:
         backend_requested, backend: the backend asked for (`None` for the preferred one), and the one used.

@@ -91,8 +91,7 @@ class SharedExpertMLP(nn.Module):
         backend: str | None = None,
         save: str = "recompute",
     ) -> "SharedExpertMLP":
-        """A layer over the very Parameters of `mlp`, a module with bias-free Linears gate_proj, up_proj,
-        down_proj.
+        """A layer over the very Parameters of `mlp`: bias-free gate_proj, up_proj, down_proj, and SiLU.
 
         Nothing is copied, and `requires_grad` is left as it is: `moe_ops.freeze` the result before training.
         A limit that the module carries (`swiglu_limit`, `limit`) is taken over.
@@ -144,12 +143,10 @@ class SharedExpertMLP(nn.Module):
 
 
 def freeze(module: nn.Module) -> tuple[str, ...]:
-    """Freeze the weights of every moe_ops layer in `module`, itself included, and leave all other parameters
-    alone.
+    """Freeze the weights of every moe_ops layer in `module`, itself included, and no other parameter.
 
     Returns:
-        The names, within `module`, of the parameters that required grad and no longer do (logged at INFO
-        too).
+        The names, within `module`, of the parameters that required grad and no longer do; logged at INFO.
 
     Raises:
         TypeError: `module` is no `nn.Module`.
@@ -202,11 +199,7 @@ def _require_silu(mlp: nn.Module) -> None:
             "If it is SiLU, set act_fn = torch.nn.SiLU() on the module."
         )
     if not _is_silu(activation):
-        name = (
-            getattr(activation, "__name__", type(activation).__name__)
-            if callable(activation)
-            else repr(activation)
-        )
+        name = getattr(activation, "__name__", repr(activation))
         raise TypeError(f"{where} must be SiLU; got {name}. Leave this module as it is.")
 
 

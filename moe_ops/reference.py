@@ -20,11 +20,12 @@ _SIGMOID_LANES = 64
 
 
 def serial_matmul(a: Tensor, weight: Tensor, *, transpose_weight: bool) -> Tensor:
-    """`a @ weight.T` or `a @ weight`: one fp32 accumulator per output, k ascending, multiply, round, add,
-    round.
+    """`a @ weight.T` or `a @ weight`, k ascending: each product and each sum is rounded to fp32.
 
     Args:
-        a: [M, K]. weight: [N, K] if `transpose_weight`, else [K, N]. Any floating dtype.
+        a: [M, K], any floating dtype.
+        weight: [N, K] if `transpose_weight`, else [K, N]; any floating dtype.
+        transpose_weight: whether `weight` is stored with the reduction axis last.
 
     Returns:
         [M, N] fp32.
