@@ -186,7 +186,7 @@ def count_forwards(monkeypatch):
 
 
 def normed_block(layer):
-    """A block whose backward needs the layer's output, or the compiler would drop its recomputation anyway."""
+    """A block whose backward needs the layer's output; else the compiler drops its recomputation anyway."""
     return nn.Sequential(Block(layer), nn.RMSNorm(HIDDEN, dtype=torch.bfloat16))
 
 
