@@ -9,7 +9,15 @@ from . import configs
 from .launch import device_facts, launch
 from .operand_range import with_range
 from .operands import Operand, activation, matrix
-from .tiles import gate_up_tile, load_tile, product_tile, store_tile, swiglu_backward_tile, tile_position
+from .tiles import (
+    gate_up_tile,
+    halves_tile,
+    load_tile,
+    product_tile,
+    store_tile,
+    swiglu_backward_tile,
+    tile_position,
+)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -68,6 +76,8 @@ def _shared_expert_swiglu_backward_kernel(
             dh, dy, w_down, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, STRICT
         )
         dh = dh.to(tl.bfloat16)
+        saved = (g_ptr, u_ptr, tokens, intermediate)
+        g, u = None, None
         if g_ptr is None:
             g, u = gate_up_tile(
                 (x, tokens, hidden, stride_xm, stride_xk, x_offsets_ptr, x_range_ptr),
@@ -82,14 +92,43 @@ def _shared_expert_swiglu_backward_kernel(
                 TMA,
                 STRICT,
             )
-        else:
-            saved_g = (g_ptr, tokens, intermediate, intermediate, 1, None, None)
-            saved_u = (u_ptr, tokens, intermediate, intermediate, 1, None, None)
-            g = load_tile(saved_g, row, column, BLOCK_M, BLOCK_N, False)
-            u = load_tile(saved_u, row, column, BLOCK_M, BLOCK_N, False)
-        gate_value, up_value = swiglu_backward_tile(dh.to(tl.float32), g, u, limit)
-        store_tile((dgate, tokens, intermediate, 2 * intermediate, 1, None, None), row, column, gate_value, TMA)
-        store_tile((dup, tokens, intermediate, 2 * intermediate, 1, None, None), row, column, up_value, TMA)
+        if BLOCK_N < 128:
+            _store_gradients(dh, g, u, saved, dgate, dup, row, column, limit, TMA)
+        else:  # in halves: the whole of g and u beside dh would not fit the registers
+            left, right = halves_tile(dh)
+            g_left, g_right, u_left, u_right = None, None, None, None
+            if g_ptr is None:
+                g_left, g_right = halves_tile(g)
+                u_left, u_right = halves_tile(u)
+            middle = column + BLOCK_N // 2
+            _store_gradients(left, g_left, u_left, saved, dgate, dup, row, column, limit, TMA)
+            _store_gradients(right, g_right, u_right, saved, dgate, dup, row, middle, limit, TMA)
+
+
+@triton.jit
+def _store_gradients(dh, g, u, saved, dgate, dup, row, column, limit, TMA: tl.constexpr):
+    """dgate and dup of one tile from dh (bf16) and g, u, which are read from memory where they are `None`."""
+    tokens, intermediate = saved[2], saved[3]
+    if g is None:
+        g = load_tile(
+            (saved[0], tokens, intermediate, intermediate, 1, None, None),
+            row,
+            column,
+            dh.shape[0],
+            dh.shape[1],
+            False,
+        )
+        u = load_tile(
+            (saved[1], tokens, intermediate, intermediate, 1, None, None),
+            row,
+            column,
+            dh.shape[0],
+            dh.shape[1],
+            False,
+        )
+    gate_value, up_value = swiglu_backward_tile(dh.to(tl.float32), g, u, limit)
+    store_tile((dgate, tokens, intermediate, 2 * intermediate, 1, None, None), row, column, gate_value, TMA)
+    store_tile((dup, tokens, intermediate, 2 * intermediate, 1, None, None), row, column, up_value, TMA)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -170,11 +209,11 @@ def launch_shared_expert_swiglu_backward(
     dgate, dup = (matrix(half) for half in dz.chunk(2, 1))
     facts = device_facts(dz.device)
     operands = (dy, w_down, x, w_gate, w_up, dgate, dup)
-    tma = facts.has_tma and all(operand.has_tma_layout for operand in operands)
+    tma = all(operand.has_tma_layout for operand in operands)
     family = "swiglu_backward" if saved else "swiglu_backward_recompute"
     tile = configs.choose(family, facts, tokens, intermediate, strict=strict, tma=tma)
     a_block, nk_block = [tile.block_m, tile.block_k], [tile.block_n, tile.block_k]
-    out_block = [tile.block_m, tile.block_n]
+    out_block = [tile.block_m, tile.epilogue_n]
     launch(
         _shared_expert_swiglu_backward_kernel,
         tile.grid(facts, tokens, intermediate),
@@ -227,9 +266,7 @@ def launch_shared_expert_dx(
         dgate, dup = (with_range(operand, along_rows=True) for operand in (dgate, dup))
         w_gate, w_up = (with_range(operand, along_rows=False) for operand in (w_gate, w_up))
     facts = device_facts(dx.device)
-    tma = facts.has_tma and all(
-        operand.has_tma_layout for operand in (dgate, dup, w_gate, w_up, matrix(dx))
-    )
+    tma = all(operand.has_tma_layout for operand in (dgate, dup, w_gate, w_up, matrix(dx)))
     tile = configs.choose("dx", facts, tokens, hidden, strict=strict, tma=tma)
     a_block, kn_block = [tile.block_m, tile.block_k], [tile.block_k, tile.block_n]
     launch(

@@ -9,7 +9,7 @@ from . import configs
 from .launch import device_facts, launch
 from .operand_range import with_range
 from .operands import Operand, activation, matrix
-from .tiles import gate_up_tile, product_tile, store_tile, swiglu_tile, tile_position
+from .tiles import gate_up_tile, halves_tile, product_tile, store_tile, swiglu_tile, tile_position
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -54,11 +54,24 @@ def _shared_expert_gate_up_kernel(
         row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, GROUP_M)
         row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
         g, u = gate_up_tile(x, w_gate, w_up, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, TMA, STRICT)
-        if g_ptr is not None:
-            store_tile((g_ptr, tokens, intermediate, intermediate, 1, None, None), row, column, g, False)
-            store_tile((u_ptr, tokens, intermediate, intermediate, 1, None, None), row, column, u, False)
-        value = swiglu_tile(g, u, limit)
-        store_tile((h, tokens, intermediate, intermediate, 1, None, None), row, column, value, TMA)
+        if BLOCK_N < 128:
+            _store_activation(g, u, h, g_ptr, u_ptr, tokens, intermediate, row, column, limit, TMA)
+        else:  # in halves, which need fewer registers
+            g_left, g_right = halves_tile(g)
+            u_left, u_right = halves_tile(u)
+            middle = column + BLOCK_N // 2
+            _store_activation(g_left, u_left, h, g_ptr, u_ptr, tokens, intermediate, row, column, limit, TMA)
+            _store_activation(g_right, u_right, h, g_ptr, u_ptr, tokens, intermediate, row, middle, limit, TMA)
+
+
+@triton.jit
+def _store_activation(g, u, h, g_ptr, u_ptr, tokens, intermediate, row, column, limit, TMA: tl.constexpr):
+    """h of one tile, and g and u themselves where there is a place for them."""
+    if g_ptr is not None:
+        store_tile((g_ptr, tokens, intermediate, intermediate, 1, None, None), row, column, g, False)
+        store_tile((u_ptr, tokens, intermediate, intermediate, 1, None, None), row, column, u, False)
+    value = swiglu_tile(g, u, limit)
+    store_tile((h, tokens, intermediate, intermediate, 1, None, None), row, column, value, TMA)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -109,7 +122,7 @@ def launch_shared_expert_gate_up(
     if strict:
         x, w_gate, w_up = (with_range(operand, along_rows=True) for operand in (x, w_gate, w_up))
     facts = device_facts(x.tensor.device)
-    tma = facts.has_tma and all(operand.has_tma_layout for operand in (x, w_gate, w_up, matrix(h)))
+    tma = all(operand.has_tma_layout for operand in (x, w_gate, w_up, matrix(h)))
     tile = configs.choose("gate_up", facts, tokens, intermediate, strict=strict, tma=tma)
     launch(
         _shared_expert_gate_up_kernel,
@@ -117,7 +130,7 @@ def launch_shared_expert_gate_up(
         x.source([tile.block_m, tile.block_k], tile.tma),
         w_gate.source([tile.block_n, tile.block_k], tile.tma),
         w_up.source([tile.block_n, tile.block_k], tile.tma),
-        matrix(h).source([tile.block_m, tile.block_n], tile.tma),
+        matrix(h).source([tile.block_m, tile.epilogue_n], tile.tma),
         g,
         u,
         x.row_offsets,
@@ -150,7 +163,7 @@ def launch_shared_expert_down(h: Tensor, w_down: Operand, *, strict: bool) -> Te
     if strict:
         h, w_down = (with_range(operand, along_rows=True) for operand in (h, w_down))
     facts = device_facts(y.device)
-    tma = facts.has_tma and all(operand.has_tma_layout for operand in (h, w_down, matrix(y)))
+    tma = all(operand.has_tma_layout for operand in (h, w_down, matrix(y)))
     tile = configs.choose("down", facts, tokens, hidden, strict=strict, tma=tma)
     launch(
         _shared_expert_down_kernel,

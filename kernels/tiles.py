@@ -280,6 +280,13 @@ def gate_up_tile(
 
 
 @triton.jit
+def halves_tile(value):
+    """The left and the right half of a tile's columns; free for accumulators, whose columns are a thread's own."""
+    value = tl.reshape(value, (value.shape[0], 2, value.shape[1] // 2))
+    return tl.split(tl.permute(value, (0, 2, 1)))
+
+
+@triton.jit
 def tile_position(tile, row_tiles, column_tiles, GROUP_M: tl.constexpr):
     """(row tile, column tile): down `GROUP_M` row tiles, then across, so that operands stay in L2."""
     group_size = GROUP_M * column_tiles
