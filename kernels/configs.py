@@ -1,13 +1,13 @@
 """The tiles of every kernel family, and the choice among them by shape, device and number of tokens.
 
-No tuning happens at run time. A tile's cost was measured on an NVIDIA H200 (torch 2.11, triton 3.6): the time
-that one wave of tiles takes per 1024 of k, over H, I = (4096, 2048), (7168, 2048), (2048, 768) and T from 1 to
-8192. `choose` takes the valid tile with the least `waves * cost`; over those 33 points that was on average 1 to
-2 % from the best tile tried. All tiles of a profile have the same bits, so the choice is one of speed alone.
+No tuning happens at run time. A tile's cost was measured on an NVIDIA H200 (torch 2.11, triton 3.6): the
+time that one wave of tiles takes per 1024 of k, over (H, I) = (4096, 2048), (7168, 2048), (2048, 768) and T
+from 1 to 8192. `choose` takes the valid tile with the least `waves * cost`; over those 33 points that was on
+average 1 to 2 % from the best tile tried. All tiles of a profile have the same bits: the choice is one of
+speed alone.
 """
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,7 +216,7 @@ def choose(name: str, facts: DeviceFacts, rows: int, columns: int, *, strict: bo
     return min(valid, key=lambda tile: tile.waves(facts, rows, columns) * tile.cost)
 
 
-def tiles(name: str, *, strict: bool) -> Iterable[Tile]:
+def tiles(name: str, *, strict: bool) -> tuple[Tile, ...]:
     """All tiles of a family."""
     family = FAMILIES[name]
     return family.strict if strict else family.fast

@@ -1,9 +1,8 @@
-"""The exponent range of an operand's rows or columns: it decides, on the device, how a strict product is summed."""
+"""Exponent ranges of an operand's rows or columns: by them the device decides how to sum a strict product."""
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .launch import launch
 from .operands import Operand

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import configs
 from .launch import device_facts, launch
 from .operand_range import with_range
-from .operands import Operand, activation, matrix
+from .operands import Operand, matrix
 from .tiles import (
     gate_up_tile,
     halves_tile,
@@ -61,7 +61,7 @@ def _shared_expert_swiglu_backward_kernel(
 ):
     """Persistent: program p computes the tiles p, p + programs, ... of dgate and dup, [tokens, intermediate].
 
-    g and u are read from g_ptr and u_ptr, [tokens, intermediate] fp32, or computed again where g_ptr is `None`.
+    g and u are read from g_ptr and u_ptr, [tokens, intermediate] fp32, or computed again if g_ptr is `None`.
     dgate and dup are the halves of one [tokens, 2 * intermediate] bf16 tensor.
     """
     dy = (dy, tokens, hidden, stride_ym, stride_yk, dy_offsets_ptr, dy_range_ptr)
@@ -72,9 +72,7 @@ def _shared_expert_swiglu_backward_kernel(
         row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, GROUP_M)
         row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
         dh = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        dh = product_tile(
-            dh, dy, w_down, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, STRICT
-        )
+        dh = product_tile(dh, dy, w_down, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, STRICT)
         dh = dh.to(tl.bfloat16)
         saved = (g_ptr, u_ptr, tokens, intermediate)
         g, u = None, None

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import configs
 from .launch import device_facts, launch
 from .operand_range import with_range
-from .operands import Operand, activation, matrix
+from .operands import Operand, matrix
 from .tiles import gate_up_tile, halves_tile, product_tile, store_tile, swiglu_tile, tile_position
 
 
@@ -61,7 +61,9 @@ def _shared_expert_gate_up_kernel(
             u_left, u_right = halves_tile(u)
             middle = column + BLOCK_N // 2
             _store_activation(g_left, u_left, h, g_ptr, u_ptr, tokens, intermediate, row, column, limit, TMA)
-            _store_activation(g_right, u_right, h, g_ptr, u_ptr, tokens, intermediate, row, middle, limit, TMA)
+            _store_activation(
+                g_right, u_right, h, g_ptr, u_ptr, tokens, intermediate, row, middle, limit, TMA
+            )
 
 
 @triton.jit
@@ -182,22 +184,3 @@ def launch_shared_expert_down(h: Tensor, w_down: Operand, *, strict: bool) -> Te
         **tile.options,
     )
     return y
-
-
-def shared_expert_forward(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, limit: float | None, *, strict: bool, save: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, g, u): [T, H] bf16 and, with `save`, the pre-activations [T, I] fp32.
-
-    Args:
-        x: [..., H] bf16, any strides; T is the product of its leading dimensions.
-        w_gate, w_up: [I, H] bf16. w_down: [H, I] bf16. Any strides.
-        limit: `swiglu_limit`.
-        strict: the reduction of `fp32-serial-v1`, else that of `tc-fp32-v1`.
-        save: whether to return g and u.
-    """
-    with torch.cuda.device(x.device):
-        h, g, u = launch_shared_expert_gate_up(
-            activation(x), matrix(w_gate), matrix(w_up), limit, strict=strict, save=save
-        )
-        return launch_shared_expert_down(h, matrix(w_down), strict=strict), g, u

@@ -56,7 +56,7 @@ def swiglu_tile(g, u, limit):
 
 @triton.jit
 def swiglu_backward_tile(dh, g, u, limit):
-    """The gradients (dgate, dup), fp32, not yet rounded. dh: fp32 holding bf16 values; g, u: before any limit.
+    """The gradients (dgate, dup), fp32, not yet rounded. dh: fp32 of bf16 values; g, u: before the limit.
 
     The limit is a select: zero exactly at the bound; NaN passes.
     """
@@ -127,7 +127,7 @@ def load_weight_tile(
 
 @triton.jit
 def dot_tile(a, w, accumulator, STRICT: tl.constexpr):
-    """accumulator + a @ w, k ascending in one accumulator: by fp32 FMAs (`STRICT`), or on the tensor cores."""
+    """accumulator + a @ w, k ascending in one accumulator, by fp32 FMAs (`STRICT`) or on tensor cores."""
     if STRICT:
         return tl.dot(a.to(tl.float32), w.to(tl.float32), accumulator, input_precision="ieee")
     else:
@@ -136,7 +136,15 @@ def dot_tile(a, w, accumulator, STRICT: tl.constexpr):
 
 @triton.jit
 def serial_product_tile(
-    accumulator, a, w, row, column, size_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHT_NK: tl.constexpr
+    accumulator,
+    a,
+    w,
+    row,
+    column,
+    size_k,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WEIGHT_NK: tl.constexpr,
 ):
     """accumulator + a @ w with each product and each sum rounded: the oracle's bits for any operands."""
     for k in range(size_k):
@@ -148,10 +156,8 @@ def serial_product_tile(
 
 
 @triton.jit
-def fma_is_exact(
-    a, w, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHT_NK: tl.constexpr
-):
-    """Whether every product of these rows and columns is exact in fp32, so that an FMA rounds as two steps do.
+def fma_is_exact(a, w, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHT_NK: tl.constexpr):
+    """Whether every product of these rows and columns is exact in fp32, so that an FMA rounds like two steps.
 
     Ranges are biased bf16 exponents. A product of bf16 values a and b is a multiple of 2^(ea + eb - 268), at
     least 2^-149 from ea + eb = 119 on, and below 2^(ea + eb - 252), at most 2^128 up to ea + eb = 380.
@@ -281,7 +287,7 @@ def gate_up_tile(
 
 @triton.jit
 def halves_tile(value):
-    """The left and the right half of a tile's columns; free for accumulators, whose columns are a thread's own."""
+    """The left and the right half of a tile's columns; free where a thread holds whole rows."""
     value = tl.reshape(value, (value.shape[0], 2, value.shape[1] // 2))
     return tl.split(tl.permute(value, (0, 2, 1)))
 

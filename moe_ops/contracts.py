@@ -191,6 +191,37 @@ def check_vmap(op: str, dims: dict[str, int | None]) -> None:
             _fail(NotImplementedError, op, argument, required, got, "Loop over the weights.")
 
 
+def check_gpu(op: str, choice: Choice, capability: tuple[int, int], hip: str | None) -> None:
+    """The Triton kernels need an NVIDIA GPU with bf16 tensor cores."""
+    if hip is not None or capability < (8, 0):
+        got = f"ROCm {hip}" if hip is not None else f"capability {capability[0]}.{capability[1]}"
+        required = "an NVIDIA GPU of compute capability 8.0 or newer for the backend 'triton'"
+        remedy = "Pass profile='fp32-serial-v1', backend='reference' (slow), or move the tensors."
+        _fail(NotImplementedError, op, "device", required, got, remedy)
+
+
+def check_importable(op: str, choice: Choice, error: ImportError) -> NoReturn:
+    """Triton could not be imported."""
+    required = "one whose packages can be imported"
+    got = f"'{choice.backend}' ({error})"
+    remedy = "Install triton, or pass profile='fp32-serial-v1', backend='reference' (slow)."
+    _fail(NotImplementedError, op, "backend", required, got, remedy)
+
+
+def check_sigmoid(op: str, choice: Choice, mismatches: int | None) -> None:
+    """The strict kernels compute `torch.sigmoid` themselves, which is compared once for a device."""
+    if mismatches is None:
+        required = "called once before a CUDA graph is captured, since its first call waits for the device"
+        got = "its first call in a capture"
+        remedy = "Call it once, with any shape, before the capture."
+        _fail(RuntimeError, op, f"profile '{choice.profile}'", required, got, remedy)
+    if mismatches:
+        required = "one that this machine can honour: a sigmoid in Triton with the bits of torch.sigmoid"
+        got = f"'{choice.profile}', and {mismatches} of the values tried differ"
+        remedy = "Pass backend='reference' (slow), or another version of torch or triton."
+        _fail(NotImplementedError, op, "profile", required, got, remedy)
+
+
 def _check_bf16(op: str, tensors: dict[str, Tensor], remedy: str) -> None:
     for argument, value in tensors.items():
         if value.dtype != torch.bfloat16:

@@ -10,7 +10,11 @@ from . import contracts
 from .kernels.cpu_matmul import BLOCK_ROWS, CHUNK_K
 from .numerics import PROFILES
 
-_TILES = {"reference": "none: one output element at a time", "aten": f"{BLOCK_ROWS} rows, {CHUNK_K} k"}
+_TILES = {
+    "reference": "none: one output element at a time",
+    "aten": f"{BLOCK_ROWS} rows, {CHUNK_K} k",
+    "triton": "by shape, device and T, from moe_ops.kernels.configs; the bits do not depend on it",
+}
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,13 @@ PROFILES: Mapping[str, NumericProfile] = {
             name="fp32-serial-v1",
             reduction="one fp32 accumulator per output, k ascending, each product and each sum rounded",
             promise="equal to the reference oracle on the same device, forward and dX",
-            backends={"cpu": ("reference",), "cuda": ("reference",)},
+            backends={"cpu": ("reference",), "cuda": ("triton", "reference")},
         ),
         NumericProfile(
             name="tc-fp32-v1",
             reduction="tensor core, one fp32 accumulator over all of K, k ascending; no split-K, no atomics",
             promise="a row's bits depend on the row alone: not on T, position, neighbours, tile, compilation",
+            backends={"cuda": ("triton",)},
         ),
         NumericProfile(
             name="cpu-fp32-v1",

@@ -6,6 +6,7 @@ implementations.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ _MATMULS: dict[str, reference.Matmul] = {"reference": reference.serial_matmul, "
 
 
 def _shared_expert_mlp(x, *weights, **options):
-    return _shared_expert_mlp_save(x, *weights, **options)[0]
+    return _forward("shared_expert_mlp", x, *weights, save=False, **options)[0]
 
 
 def _shared_expert_mlp_fake(x, *weights, **options):
@@ -27,12 +28,10 @@ def _shared_expert_mlp_fake(x, *weights, **options):
     return x.new_empty(x.shape)
 
 
-def _shared_expert_mlp_save(x, w_gate, w_up, w_down, **options):
-    matmul, limit = _check("shared_expert_mlp", {"x": x}, w_gate, w_up, w_down, **options)
-    g, u = reference.gate_up(_rows(x), w_gate, w_up, matmul)
-    y = reference.down(g, u, w_down, limit, matmul)
+def _shared_expert_mlp_save(x, w_gate, *weights, **options):
+    y, g, u = _forward("shared_expert_mlp", x, w_gate, *weights, save=True, **options)
     shape = (*x.shape[:-1], w_gate.shape[0])
-    return y.view(x.shape), g.view(shape), u.view(shape)
+    return y, g.view(shape), u.view(shape)
 
 
 def _shared_expert_mlp_save_fake(x, w_gate, w_up, w_down, **options):
@@ -42,11 +41,21 @@ def _shared_expert_mlp_save_fake(x, w_gate, w_up, w_down, **options):
     return x.new_empty(x.shape), g, u
 
 
-def _shared_expert_mlp_dx(dy, x, w_gate, w_up, w_down, *, out_dtype=None, **options):
-    matmul, limit = _check_dx({"x": x, "dy": dy}, w_gate, w_up, w_down, out_dtype, **options)
-    g, u = reference.gate_up(_rows(x), w_gate, w_up, matmul)
-    dx = reference.dx_from_pre_activations(_rows(dy), g, u, w_gate, w_up, w_down, limit, matmul)
-    return dx.to(out_dtype or torch.bfloat16).view(dy.shape)
+def _forward(op, x, w_gate, w_up, w_down, *, save, swiglu_limit=None, **options):
+    choice = _check(op, {"x": x}, w_gate, w_up, w_down, swiglu_limit=swiglu_limit, **options)
+    if choice.backend == "triton":
+        kernels, strict = _triton(op, choice, x.device)
+        y, g, u = kernels.forward(x, w_gate, w_up, w_down, swiglu_limit, strict=strict, save=save)
+    else:
+        matmul = _MATMULS[choice.backend]
+        g, u = reference.gate_up(_rows(x), w_gate, w_up, matmul)
+        y = reference.down(g, u, w_down, swiglu_limit, matmul)
+    return y.view(x.shape), g, u
+
+
+def _shared_expert_mlp_dx(dy, x, *weights, out_dtype=None, swiglu_limit=None, **options):
+    choice = _check_dx({"x": x, "dy": dy}, *weights, out_dtype, swiglu_limit=swiglu_limit, **options)
+    return _dx(choice, dy, x, None, *weights, swiglu_limit, out_dtype)
 
 
 def _shared_expert_mlp_dx_fake(dy, x, *weights, out_dtype=None, **options):
@@ -54,10 +63,9 @@ def _shared_expert_mlp_dx_fake(dy, x, *weights, out_dtype=None, **options):
     return dy.new_empty(dy.shape, dtype=out_dtype or torch.bfloat16)
 
 
-def _shared_expert_mlp_dx_saved(dy, g, u, w_gate, w_up, w_down, *, out_dtype=None, **options):
-    matmul, limit = _check_dx_saved(dy, g, u, w_gate, w_up, w_down, out_dtype, **options)
-    dx = reference.dx_from_pre_activations(_rows(dy), _rows(g), _rows(u), w_gate, w_up, w_down, limit, matmul)
-    return dx.to(out_dtype or torch.bfloat16).view(dy.shape)
+def _shared_expert_mlp_dx_saved(dy, g, u, *weights, out_dtype=None, swiglu_limit=None, **options):
+    choice = _check_dx_saved(dy, g, u, *weights, out_dtype, swiglu_limit=swiglu_limit, **options)
+    return _dx(choice, dy, None, (_rows(g), _rows(u)), *weights, swiglu_limit, out_dtype)
 
 
 def _shared_expert_mlp_dx_saved_fake(dy, g, u, *weights, out_dtype=None, **options):
@@ -65,10 +73,34 @@ def _shared_expert_mlp_dx_saved_fake(dy, g, u, *weights, out_dtype=None, **optio
     return dy.new_empty(dy.shape, dtype=out_dtype or torch.bfloat16)
 
 
+def _dx(choice, dy, x, saved, w_gate, w_up, w_down, limit, out_dtype):
+    """The gradient from x, or from the saved (g, u)."""
+    out_dtype = out_dtype or torch.bfloat16
+    if choice.backend == "triton":
+        kernels, strict = _triton("shared_expert_mlp_dx", choice, dy.device)
+        dx = kernels.dx(dy, x, saved, w_gate, w_up, w_down, limit, out_dtype, strict=strict)
+    else:
+        matmul = _MATMULS[choice.backend]
+        g, u = saved or reference.gate_up(_rows(x), w_gate, w_up, matmul)
+        dx = reference.dx_from_pre_activations(_rows(dy), g, u, w_gate, w_up, w_down, limit, matmul)
+    return dx.to(out_dtype).view(dy.shape)
+
+
+def _triton(op: str, choice: contracts.Choice, device: torch.device) -> tuple[ModuleType, bool]:
+    """The kernels, imported when first needed, and whether to run the strict ones."""
+    contracts.check_gpu(op, choice, torch.cuda.get_device_capability(device), torch.version.hip)
+    try:
+        from .kernels import shared_expert, sigmoid_check
+    except ImportError as error:
+        contracts.check_importable(op, choice, error)
+    strict = choice.profile == "fp32-serial-v1"
+    if strict:
+        contracts.check_sigmoid(op, choice, sigmoid_check.sampled_sigmoid_mismatches(device))
+    return shared_expert, strict
+
+
 def _check(op, activations, *weights, swiglu_limit=None, profile=None, backend=None):
-    """The call's rules; returns its matrix product (`None` on the meta device) and its limit."""
-    choice = contracts.check_shared_expert(op, activations, *weights, swiglu_limit, profile, backend)
-    return choice and _MATMULS[choice.backend], swiglu_limit
+    return contracts.check_shared_expert(op, activations, *weights, swiglu_limit, profile, backend)
 
 
 def _check_dx(activations, w_gate, w_up, w_down, out_dtype, **options):
@@ -77,9 +109,9 @@ def _check_dx(activations, w_gate, w_up, w_down, out_dtype, **options):
 
 
 def _check_dx_saved(dy, g, u, w_gate, w_up, w_down, out_dtype, **options):
-    result = _check_dx({"dy": dy}, w_gate, w_up, w_down, out_dtype, **options)
+    choice = _check_dx({"dy": dy}, w_gate, w_up, w_down, out_dtype, **options)
     contracts.check_pre_activations("shared_expert_mlp_dx", dy, g, u, w_gate)
-    return result
+    return choice
 
 
 def _rows(value: Tensor) -> Tensor:
