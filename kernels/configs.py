@@ -3,8 +3,8 @@
 No tuning happens at run time. A tile's cost was measured on an NVIDIA H200 (torch 2.11, triton 3.6): the
 time that one wave of tiles takes per 1024 of k, over (H, I) = (4096, 2048), (7168, 2048), (2048, 768) and T
 from 1 to 8192. `choose` takes the valid tile with the least `waves * cost`; over those 33 points that was on
-average 1 to 2 % from the best tile tried. All tiles of a profile have the same bits: the choice is one of
-speed alone.
+average 1 % from the best tile tried. Tiles of twice the rows or more are left out: descriptors are slow where
+most of a tile lies outside. All tiles of a profile have the same bits: the choice is one of speed alone.
 """
 
 import functools
@@ -74,29 +74,33 @@ class Family:
 
     Attributes:
         weights: how many weight tiles a step of k loads.
-        outputs: how many tiles of the output it stores through shared memory with TMA.
+        outputs: how many tensors it stores.
+        in_halves: whether its epilogue runs in parts of `Tile.epilogue_n` columns.
         fast, strict: the tiles of `tc-fp32-v1` and of `fp32-serial-v1`.
     """
 
     weights: int
     outputs: int
+    in_halves: bool
     fast: tuple[Tile, ...]
     strict: tuple[Tile, ...]
 
-    def shared_memory(self, tile: Tile) -> int:
-        """Bytes a block needs at most: the pipeline's operand tiles and the staged output, in bf16."""
+    def shared_memory(self, tile: Tile, output_bytes: int = 2) -> int:
+        """Bytes a block needs at most: the bf16 operand tiles of the pipeline and, with TMA, the outputs."""
         stage = (tile.block_m + self.weights * tile.block_n) * tile.block_k * 2
-        output = self.outputs * tile.block_m * tile.block_n * 2 if tile.tma else 0
-        return stage * tile.num_stages + output + 1024
+        columns = tile.epilogue_n if self.in_halves else tile.block_n
+        staged = self.outputs * tile.block_m * columns * output_bytes if tile.tma else 0
+        return stage * tile.num_stages + staged + 1024
 
 
 FAMILIES = {
     "gate_up": Family(
         weights=2,
         outputs=1,
+        in_halves=True,
         fast=(
             Tile(16, 16, 256, 2, 6, 2.90, tma=False),
-            Tile(32, 16, 256, 4, 4, 2.95),
+            Tile(32, 16, 256, 4, 4, 3.00),
             Tile(64, 16, 256, 4, 4, 2.99),
             Tile(64, 32, 128, 4, 4, 4.10),
             Tile(64, 64, 128, 4, 4, 4.80),
@@ -113,10 +117,12 @@ FAMILIES = {
     ),
     "down": Family(
         weights=1,
-        outputs=2,
+        outputs=1,
+        in_halves=False,
         fast=(
             Tile(16, 16, 256, 2, 6, 2.34, tma=False),
             Tile(16, 64, 128, 4, 6, 4.16, tma=False),
+            Tile(32, 64, 128, 4, 6, 5.80),
             Tile(64, 32, 256, 4, 4, 2.86),
             Tile(64, 64, 128, 4, 5, 4.02),
             Tile(64, 128, 128, 4, 4, 4.96),
@@ -134,6 +140,7 @@ FAMILIES = {
     "swiglu_backward": Family(
         weights=1,
         outputs=2,
+        in_halves=True,
         fast=(
             Tile(16, 32, 256, 2, 6, 2.40),
             Tile(64, 16, 256, 4, 5, 2.73),
@@ -154,9 +161,10 @@ FAMILIES = {
     "swiglu_backward_recompute": Family(
         weights=2,
         outputs=2,
+        in_halves=True,
         fast=(
             Tile(16, 16, 256, 2, 4, 5.06),
-            Tile(32, 16, 256, 4, 4, 5.20),
+            Tile(32, 16, 256, 4, 4, 5.40),
             Tile(64, 16, 256, 4, 4, 5.34),
             Tile(64, 32, 128, 4, 6, 6.17),
             Tile(64, 64, 128, 4, 4, 7.89),
@@ -173,9 +181,11 @@ FAMILIES = {
     ),
     "dx": Family(
         weights=1,
-        outputs=2,
+        outputs=1,
+        in_halves=False,
         fast=(
             Tile(16, 64, 256, 4, 4, 3.95),
+            Tile(32, 64, 128, 4, 6, 5.80),
             Tile(64, 32, 256, 4, 4, 3.32),
             Tile(64, 64, 128, 4, 5, 3.83),
             Tile(64, 128, 64, 4, 7, 4.82),
@@ -194,15 +204,30 @@ FAMILIES = {
 }
 
 
-def is_valid(family: Family, tile: Tile, facts: DeviceFacts, *, tma: bool) -> bool:
-    """Whether the device can run the tile; `tma` says whether the operands' layout allows descriptors."""
+def is_valid(family: Family, tile: Tile, facts: DeviceFacts, *, tma: bool, output_bytes: int = 2) -> bool:
+    """Whether the device can run the tile.
+
+    Args:
+        family, tile, facts: the kernel, its tile, the device.
+        tma: whether the operands' layout allows descriptors.
+        output_bytes: of one element of the output.
+    """
     if tile.tma and not (tma and facts.has_tma):
         return False
-    return family.shared_memory(tile) * tile.blocks <= facts.shared_memory
+    return family.shared_memory(tile, output_bytes) * tile.blocks <= facts.shared_memory
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(name: str, facts: DeviceFacts, rows: int, columns: int, *, strict: bool, tma: bool) -> Tile:
+def choose(
+    name: str,
+    facts: DeviceFacts,
+    rows: int,
+    columns: int,
+    *,
+    strict: bool,
+    tma: bool,
+    output_bytes: int = 2,
+) -> Tile:
     """The tile for an output of `rows` x `columns`.
 
     Args:
@@ -210,10 +235,17 @@ def choose(name: str, facts: DeviceFacts, rows: int, columns: int, *, strict: bo
         rows, columns: of the output.
         strict: the tiles of `fp32-serial-v1`, else those of `tc-fp32-v1`.
         tma: whether the operands' layout allows descriptors.
+        output_bytes: of one element of the output.
     """
     family = FAMILIES[name]
-    valid = [tile for tile in tiles(name, strict=strict) if is_valid(family, tile, facts, tma=tma)]
-    return min(valid, key=lambda tile: tile.waves(facts, rows, columns) * tile.cost)
+    valid = [
+        tile
+        for tile in tiles(name, strict=strict)
+        if is_valid(family, tile, facts, tma=tma, output_bytes=output_bytes)
+    ]
+    smallest = min(tile.block_m for tile in valid)
+    candidates = [tile for tile in valid if tile.block_m < max(2 * rows, smallest + 1)]
+    return min(candidates, key=lambda tile: tile.waves(facts, rows, columns) * tile.cost)
 
 
 def tiles(name: str, *, strict: bool) -> tuple[Tile, ...]:

@@ -265,7 +265,9 @@ def launch_shared_expert_dx(
         w_gate, w_up = (with_range(operand, along_rows=False) for operand in (w_gate, w_up))
     facts = device_facts(dx.device)
     tma = all(operand.has_tma_layout for operand in (dgate, dup, w_gate, w_up, matrix(dx)))
-    tile = configs.choose("dx", facts, tokens, hidden, strict=strict, tma=tma)
+    tile = configs.choose(
+        "dx", facts, tokens, hidden, strict=strict, tma=tma, output_bytes=out_dtype.itemsize
+    )
     a_block, kn_block = [tile.block_m, tile.block_k], [tile.block_k, tile.block_n]
     launch(
         _shared_expert_dx_kernel,

@@ -199,8 +199,9 @@ def main() -> int:
                     x, dy = inputs.x[:tokens], inputs.dy[:tokens]
                     rows.append(measure(x, dy, layers, packed, name, arguments.compile_modes))
                     show(rows[-1])
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"card": card()._asdict(), "rows": rows}, indent=1))
+                    if arguments.json:
+                        report = {"card": card()._asdict(), "rows": rows}
+                        arguments.json.write_text(json.dumps(report, indent=1))
     if arguments.plot:
         plot(rows, arguments.plot)
     return 0
