@@ -83,10 +83,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Byte tokens [B, CONTEXT] to logits, with every shared expert's (input, output) as a second result."""
 
-    def __init__(self, layers: int, profile: str | None) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        experts = [moe_ops.SharedExpertMLP(HIDDEN, EXPERT, profile=profile) for _ in range(layers - 1)]
+        experts = [moe_ops.SharedExpertMLP(HIDDEN, EXPERT) for _ in range(layers - 1)]
         self.blocks = nn.ModuleList(Block(mlp) for mlp in (DenseMLP(DENSE), *experts))
         self.norm = nn.RMSNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
@@ -186,13 +186,10 @@ def main() -> int:
         parser.error("at least 2 layers and batch sizes of at least 1 are needed")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    available = moe_ops.profiles(device)
-    default = moe_ops.numerics.DEFAULT_PROFILES[device]
-    profile = default if default in available else available[0]
-    record = moe_ops.provenance(device, profile=profile)
+    record = moe_ops.provenance(device)
 
     torch.manual_seed(0)
-    model = Decoder(arguments.layers, profile).to(device, torch.bfloat16)
+    model = Decoder(arguments.layers).to(device, torch.bfloat16)
     compiled = torch.compile(model, fullgraph=True)
     big = read_tokens(arguments.text, max(arguments.batch_sizes), device)
     inputs = big[:, :-1]
@@ -228,11 +225,10 @@ def main() -> int:
     training_graphs = counters["stats"]["unique_graphs"] - inference_graphs
 
     batches = ", ".join(map(str, arguments.batch_sizes))
-    note = "" if profile == default else f" (this build has no {default}, the default on {device})"
     report(
         [
             ("device", f"{record.device} (torch {record.torch})"),
-            ("profile", f"{record.profile}, backend {record.backend}{note}"),
+            ("profile", f"{record.profile}, backend {record.backend}"),
             ("text", f"{arguments.text.name}, {inputs.numel()} bytes in the largest batch"),
             ("batch sizes", f"{batches} x {CONTEXT} tokens"),
             ("graph breaks", f"{sum(counters['graph_break'].values())}"),

@@ -31,5 +31,5 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], *arguments, **options) -> None:
-    """Launch on the current stream of the device of the first argument that has one."""
+    """Launch on the current stream of the current device."""
     kernel[grid](*arguments, **options)

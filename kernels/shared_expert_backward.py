@@ -66,6 +66,13 @@ def _shared_expert_swiglu_backward_kernel(
     """
     dy = (dy, tokens, hidden, stride_ym, stride_yk, dy_offsets_ptr, dy_range_ptr)
     w_down = (w_down, hidden, intermediate, stride_dk, stride_dn, None, down_range_ptr)
+    x = (x, tokens, hidden, stride_xm, stride_xk, x_offsets_ptr, x_range_ptr)
+    w_gate = (w_gate, intermediate, hidden, stride_gn, stride_gk, None, gate_range_ptr)
+    w_up = (w_up, intermediate, hidden, stride_un, stride_uk, None, up_range_ptr)
+    saved_g = (g_ptr, tokens, intermediate, intermediate, 1, None, None)
+    saved_u = (u_ptr, tokens, intermediate, intermediate, 1, None, None)
+    dgate = (dgate, tokens, intermediate, 2 * intermediate, 1, None, None)
+    dup = (dup, tokens, intermediate, 2 * intermediate, 1, None, None)
     row_tiles = tl.cdiv(tokens, BLOCK_M)
     column_tiles = tl.cdiv(intermediate, BLOCK_N)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
@@ -74,24 +81,11 @@ def _shared_expert_swiglu_backward_kernel(
         dh = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         dh = product_tile(dh, dy, w_down, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, STRICT)
         dh = dh.to(tl.bfloat16)
-        saved = (g_ptr, u_ptr, tokens, intermediate)
         g, u = None, None
         if g_ptr is None:
-            g, u = gate_up_tile(
-                (x, tokens, hidden, stride_xm, stride_xk, x_offsets_ptr, x_range_ptr),
-                (w_gate, intermediate, hidden, stride_gn, stride_gk, None, gate_range_ptr),
-                (w_up, intermediate, hidden, stride_un, stride_uk, None, up_range_ptr),
-                row,
-                column,
-                hidden,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                TMA,
-                STRICT,
-            )
+            g, u = gate_up_tile(x, w_gate, w_up, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, TMA, STRICT)
         if BLOCK_N < 128:
-            _store_gradients(dh, g, u, saved, dgate, dup, row, column, limit, TMA)
+            _store_gradients(dh, g, u, saved_g, saved_u, dgate, dup, row, column, limit, TMA)
         else:  # in halves: the whole of g and u beside dh would not fit the registers
             left, right = halves_tile(dh)
             g_left, g_right, u_left, u_right = None, None, None, None
@@ -99,34 +93,19 @@ def _shared_expert_swiglu_backward_kernel(
                 g_left, g_right = halves_tile(g)
                 u_left, u_right = halves_tile(u)
             middle = column + BLOCK_N // 2
-            _store_gradients(left, g_left, u_left, saved, dgate, dup, row, column, limit, TMA)
-            _store_gradients(right, g_right, u_right, saved, dgate, dup, row, middle, limit, TMA)
+            _store_gradients(left, g_left, u_left, saved_g, saved_u, dgate, dup, row, column, limit, TMA)
+            _store_gradients(right, g_right, u_right, saved_g, saved_u, dgate, dup, row, middle, limit, TMA)
 
 
 @triton.jit
-def _store_gradients(dh, g, u, saved, dgate, dup, row, column, limit, TMA: tl.constexpr):
+def _store_gradients(dh, g, u, saved_g, saved_u, dgate, dup, row, column, limit, TMA: tl.constexpr):
     """dgate and dup of one tile from dh (bf16) and g, u, which are read from memory where they are `None`."""
-    tokens, intermediate = saved[2], saved[3]
     if g is None:
-        g = load_tile(
-            (saved[0], tokens, intermediate, intermediate, 1, None, None),
-            row,
-            column,
-            dh.shape[0],
-            dh.shape[1],
-            False,
-        )
-        u = load_tile(
-            (saved[1], tokens, intermediate, intermediate, 1, None, None),
-            row,
-            column,
-            dh.shape[0],
-            dh.shape[1],
-            False,
-        )
+        g = load_tile(saved_g, row, column, dh.shape[0], dh.shape[1], False)
+        u = load_tile(saved_u, row, column, dh.shape[0], dh.shape[1], False)
     gate_value, up_value = swiglu_backward_tile(dh.to(tl.float32), g, u, limit)
-    store_tile((dgate, tokens, intermediate, 2 * intermediate, 1, None, None), row, column, gate_value, TMA)
-    store_tile((dup, tokens, intermediate, 2 * intermediate, 1, None, None), row, column, up_value, TMA)
+    store_tile(dgate, row, column, gate_value, TMA)
+    store_tile(dup, row, column, up_value, TMA)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -48,6 +48,9 @@ def _shared_expert_gate_up_kernel(
     x = (x, tokens, hidden, stride_xm, stride_xk, x_offsets_ptr, x_range_ptr)
     w_gate = (w_gate, intermediate, hidden, stride_gn, stride_gk, None, gate_range_ptr)
     w_up = (w_up, intermediate, hidden, stride_un, stride_uk, None, up_range_ptr)
+    h = (h, tokens, intermediate, intermediate, 1, None, None)
+    saved_g = (g_ptr, tokens, intermediate, intermediate, 1, None, None)
+    saved_u = (u_ptr, tokens, intermediate, intermediate, 1, None, None)
     row_tiles = tl.cdiv(tokens, BLOCK_M)
     column_tiles = tl.cdiv(intermediate, BLOCK_N)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
@@ -55,25 +58,22 @@ def _shared_expert_gate_up_kernel(
         row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
         g, u = gate_up_tile(x, w_gate, w_up, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, TMA, STRICT)
         if BLOCK_N < 128:
-            _store_activation(g, u, h, g_ptr, u_ptr, tokens, intermediate, row, column, limit, TMA)
+            _store_activation(g, u, h, saved_g, saved_u, row, column, limit, TMA)
         else:  # in halves, which need fewer registers
             g_left, g_right = halves_tile(g)
             u_left, u_right = halves_tile(u)
             middle = column + BLOCK_N // 2
-            _store_activation(g_left, u_left, h, g_ptr, u_ptr, tokens, intermediate, row, column, limit, TMA)
-            _store_activation(
-                g_right, u_right, h, g_ptr, u_ptr, tokens, intermediate, row, middle, limit, TMA
-            )
+            _store_activation(g_left, u_left, h, saved_g, saved_u, row, column, limit, TMA)
+            _store_activation(g_right, u_right, h, saved_g, saved_u, row, middle, limit, TMA)
 
 
 @triton.jit
-def _store_activation(g, u, h, g_ptr, u_ptr, tokens, intermediate, row, column, limit, TMA: tl.constexpr):
+def _store_activation(g, u, h, saved_g, saved_u, row, column, limit, TMA: tl.constexpr):
     """h of one tile, and g and u themselves where there is a place for them."""
-    if g_ptr is not None:
-        store_tile((g_ptr, tokens, intermediate, intermediate, 1, None, None), row, column, g, False)
-        store_tile((u_ptr, tokens, intermediate, intermediate, 1, None, None), row, column, u, False)
-    value = swiglu_tile(g, u, limit)
-    store_tile((h, tokens, intermediate, intermediate, 1, None, None), row, column, value, TMA)
+    if saved_g[0] is not None:
+        store_tile(saved_g, row, column, g, False)
+        store_tile(saved_u, row, column, u, False)
+    store_tile(h, row, column, swiglu_tile(g, u, limit), TMA)
 
 
 @triton.jit(do_not_specialize=["tokens"])

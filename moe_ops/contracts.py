@@ -191,7 +191,7 @@ def check_vmap(op: str, dims: dict[str, int | None]) -> None:
             _fail(NotImplementedError, op, argument, required, got, "Loop over the weights.")
 
 
-def check_gpu(op: str, choice: Choice, capability: tuple[int, int], hip: str | None) -> None:
+def check_gpu(op: str, capability: tuple[int, int], hip: str | None) -> None:
     """The Triton kernels need an NVIDIA GPU with bf16 tensor cores."""
     if hip is not None or capability < (8, 0):
         got = f"ROCm {hip}" if hip is not None else f"capability {capability[0]}.{capability[1]}"

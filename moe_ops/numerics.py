@@ -37,7 +37,10 @@ PROFILES: Mapping[str, NumericProfile] = {
         ),
         NumericProfile(
             name="tc-fp32-v1",
-            reduction="tensor core, one fp32 accumulator over all of K, k ascending; no split-K, no atomics",
+            reduction=(
+                "tensor core, one fp32 accumulator over all of K, k ascending, zero-padded to the core's "
+                "length (in dX the gate rows, then the up rows); no split-K, no atomics"
+            ),
             promise="a row's bits depend on the row alone: not on T, position, neighbours, tile, compilation",
             backends={"cuda": ("triton",)},
         ),

@@ -88,7 +88,7 @@ def _dx(choice, dy, x, saved, w_gate, w_up, w_down, limit, out_dtype):
 
 def _triton(op: str, choice: contracts.Choice, device: torch.device) -> tuple[ModuleType, bool]:
     """The kernels, imported when first needed, and whether to run the strict ones."""
-    contracts.check_gpu(op, choice, torch.cuda.get_device_capability(device), torch.version.hip)
+    contracts.check_gpu(op, torch.cuda.get_device_capability(device), torch.version.hip)
     try:
         from .kernels import shared_expert, sigmoid_check
     except ImportError as error:

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops import contracts
 from moe_ops.testing import bits_equal, shared_expert_inputs
 
 HIDDEN, INTERMEDIATE = 64, 32
+CHOICE = contracts.Choice("fp32-serial-v1", "triton")
 
 
 def arguments():
@@ -389,6 +391,44 @@ def test_reference_has_the_same_rules():
 def test_device_without_profiles():
     with pytest.raises(NotImplementedError, match="device must be of a type among 'cpu', 'cuda'; got 'xpu'"):
         moe_ops.provenance("xpu")
+
+
+@pytest.mark.parametrize(
+    ("check", "error", "message"),
+    [
+        (
+            lambda: contracts.check_gpu("op", (7, 5), None),
+            NotImplementedError,
+            "device must be an NVIDIA GPU of compute capability 8.0 or newer.*got capability 7.5. Pass profile=",
+        ),
+        (lambda: contracts.check_gpu("op", (9, 4), "6.2"), NotImplementedError, "got ROCm 6.2"),
+        (
+            lambda: contracts.check_importable("op", CHOICE, ImportError("No module named 'triton'")),
+            NotImplementedError,
+            "backend must be.*got 'triton' .No module named 'triton'.. Install triton",
+        ),
+        (
+            lambda: contracts.check_sigmoid("op", CHOICE, 7),
+            NotImplementedError,
+            "bits of torch.sigmoid; got 'fp32-serial-v1', and 7 of the values tried differ. Pass backend=",
+        ),
+        (
+            lambda: contracts.check_sigmoid("op", CHOICE, None),
+            RuntimeError,
+            "called once before a CUDA graph is captured.*Call it once, with any shape, before the capture",
+        ),
+    ],
+    ids=["old-gpu", "rocm", "no-triton", "sigmoid", "first-call-in-a-capture"],
+)
+def test_what_a_machine_cannot_honour(check, error, message):
+    """The rules that need facts of a GPU; tests/gpu sees them where they are called."""
+    with pytest.raises(error, match=message):
+        check()
+
+
+def test_a_machine_that_can():
+    contracts.check_gpu("op", (8, 0), None)
+    contracts.check_sigmoid("op", CHOICE, 0)
 
 
 def test_dtensors_are_refused_by_name():

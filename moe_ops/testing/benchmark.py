@@ -1,6 +1,7 @@
 """A benchmark harness for CUDA: graphs in rotated order after a flush of L2, medians, peak memory."""
 
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,9 @@ class Card(NamedTuple):
 
 def card() -> Card:
     """The current CUDA device and the versions that matter."""
-    import triton
-
-    return Card(torch.cuda.get_device_name(), torch.__version__, triton.__version__, torch.version.cuda)
+    return Card(
+        torch.cuda.get_device_name(), torch.__version__, metadata.version("triton"), torch.version.cuda
+    )
 
 
 def capture(function: Callable[[], object], warmups: int = 3) -> torch.cuda.CUDAGraph:
