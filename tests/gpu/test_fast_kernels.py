@@ -90,7 +90,7 @@ def test_every_tile(inputs, monkeypatch, nan_memory):
     used = set()
     for index in range(max(map(len, valid.values()))):
 
-        def forced(name, *_, strict, tma, index=index):
+        def forced(name, *_, tma, index=index, **__):
             tiles = [tile for tile in valid[name] if tma or not tile.tma]
             tile = tiles[index % len(tiles)]
             used.add((name, tile))
@@ -163,6 +163,30 @@ def test_against_torch_mm(inputs, tokens, limit):
     ):
         assert bits_equal(actual, dx)
     assert bits_equal(OPS._shared_expert_mlp_dx(dy, x, w_gate, w_up, w_down, **options), dx.bfloat16())
+
+
+def test_the_gradient_at_the_limit(inputs):
+    """Pre-activations exactly at the bound, beside it, infinite and NaN."""
+    _, dy, *weights = inputs
+    g, u = pre_activations_at(0.75, 256, weights[0].shape[0])
+
+    def mm(a, weight, *, transpose_weight):
+        return torch.mm(a, weight.t() if transpose_weight else weight, out_dtype=torch.float32)
+
+    options = {"swiglu_limit": 0.75, "out_dtype": torch.float32}
+    dx = OPS._shared_expert_mlp_dx_saved(dy[:256], g, u, *weights, **options)
+    assert bits_equal(dx, reference.dx_from_pre_activations(dy[:256], g, u, *weights, 0.75, mm))
+    assert torch.isfinite(dx[:200]).all()
+
+
+def pre_activations_at(limit, rows, columns):
+    """(g, u) of values around the limit; the last rows hold infinities and NaN too."""
+    after = torch.nextafter(torch.tensor(limit), torch.tensor(2 * limit)).item()
+    values = torch.tensor([limit, -limit, after, -after, limit / 2, 0.0, -0.0, -3.0], device="cuda")
+    g, u = (values[torch.randint(len(values), (rows, columns), device="cuda")] for _ in range(2))
+    for row, value in enumerate((float("inf"), float("-inf"), float("nan")), start=rows - 6):
+        g[row, ::3], u[row + 3, ::3] = value, value
+    return g, u
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])

@@ -71,6 +71,24 @@ def test_the_saved_pre_activations_and_the_fp32_gradient():
     assert bits_equal(dx, expected_dx)
 
 
+@pytest.mark.parametrize("other", [0.5, float("nan"), float("inf")])
+def test_the_gradient_at_the_limit(other):
+    """Pre-activations exactly at the bound, and beside it: zero from the bound on, and only there."""
+    inputs = shared_expert_inputs(70, 128, 64, device="cuda")
+    after = torch.nextafter(torch.tensor(0.75), torch.tensor(1.0)).item()
+    values = torch.tensor([0.75, -0.75, after, -after, -3.0, other], device="cuda")
+    g, u = (values[torch.randint(6, (70, 64), device="cuda")] for _ in range(2))
+    options = {"swiglu_limit": 0.75, "profile": "fp32-serial-v1", "out_dtype": torch.float32}
+    strict, oracle = (
+        torch.ops.moe_ops._shared_expert_mlp_dx_saved(
+            inputs.dy, g, u, *inputs.weights, backend=backend, **options
+        )
+        for backend in ("triton", "reference")
+    )
+    assert bits_equal(strict, oracle)
+    assert strict.isnan().any() == (other != other)
+
+
 def test_products_that_need_two_roundings():
     """Sums that one FMA gets wrong, so that the device has to notice the operands' exponents."""
     inputs = shared_expert_inputs(2, 64, 32, device="cuda")
@@ -93,8 +111,8 @@ def test_every_tile(monkeypatch, nan_memory):
     counts = {len(configs.tiles(name, strict=True)) for name in configs.FAMILIES}
     for index in range(max(counts)):
 
-        def forced(name, *_, strict, tma, index=index):
-            tiles = configs.tiles(name, strict=strict)
+        def forced(name, *_, index=index, **__):
+            tiles = configs.tiles(name, strict=True)
             return tiles[index % len(tiles)]
 
         monkeypatch.setattr(configs, "choose", forced)
