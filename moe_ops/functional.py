@@ -43,6 +43,8 @@ def shared_expert_mlp(
         ValueError: a wrong shape, range or device; a weight that requires grad while grad mode is enabled.
         NotImplementedError: a profile or backend that this build or machine does not have; nothing falls
             back.
+        RuntimeError: the first call of `fp32-serial-v1` on a GPU while a CUDA graph is captured: it waits for
+            the device, once, to compare the kernels' sigmoid with `torch.sigmoid`.
     """
     contracts.check_call(
         "shared_expert_mlp",

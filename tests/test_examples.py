@@ -49,6 +49,22 @@ def test_readme_code_runs(fresh_compiler):
         exec(compile(block, "README.md", "exec"), namespace)
 
 
+def test_results_of_the_readme_are_those_of_the_files():
+    folder = ROOT / "examples/benchmarks"
+    command = [sys.executable, folder / "table.py", *sorted((folder / "results").glob("h200_*.json"))]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.count("\n") == 2 + 3 * 7
+    assert printed in (ROOT / "README.md").read_text()
+
+
+def test_the_benchmark_needs_a_gpu_and_says_so():
+    command = [sys.executable, ROOT / "examples/benchmarks/bench_shared_expert.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 1
+    assert "needs a CUDA device" in result.stderr
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     commands = re.findall(r"^    (pip install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(commands) == 2
