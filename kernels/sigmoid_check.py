@@ -43,7 +43,8 @@ def sampled_sigmoid_mismatches(device: torch.device) -> int | None:
     device.
     """
     if device not in _SAMPLED:
-        if torch.cuda.is_current_stream_capturing():
-            return None
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                return None
         _SAMPLED[device] = sigmoid_mismatches(device)
     return _SAMPLED[device]

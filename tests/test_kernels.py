@@ -179,6 +179,22 @@ def test_there_is_a_tile_for_everything(name, capability, strict):
             assert chosen[-1].block_m >= (64 if strict or (capability >= 90 and tma) else 16)
 
 
+@pytest.mark.parametrize("name", configs.FAMILIES)
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0)], ids=str)
+def test_cards_with_little_shared_memory(name, capability):
+    """99 KiB a block: fewer tiles, but some for everything."""
+    facts = DeviceFacts(capability, 100, 101376)
+    for strict in (False, True):
+        for tma in (False, True):
+            for output_bytes in (2, 4):
+                for rows in (1, 300, 10**6):
+                    tile = configs.choose(
+                        name, facts, rows, 2048, strict=strict, tma=tma, output_bytes=output_bytes
+                    )
+                    needed = configs.FAMILIES[name].shared_memory(tile, output_bytes)
+                    assert needed * tile.blocks <= facts.shared_memory
+
+
 def test_every_tile_of_the_table_is_valid_on_the_card_it_was_measured_on():
     for name, family in configs.FAMILIES.items():
         for strict in (False, True):
