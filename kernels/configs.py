@@ -57,15 +57,17 @@ class Tile:
         """Columns of the parts in which the epilogues of SwiGLU and of its backward run."""
         return self.block_n if self.block_n < 128 else self.block_n // 2
 
-    def tiles(self, rows: int, columns: int) -> int:
+    def count(self, rows: int, columns: int) -> int:
+        """How many tiles cover an output of `rows` x `columns`."""
         return triton.cdiv(rows, self.block_m) * triton.cdiv(columns, self.block_n)
 
     def grid(self, facts: DeviceFacts, rows: int, columns: int) -> tuple[int]:
         """Persistent: as many programs as run at once, or fewer."""
-        return (min(self.tiles(rows, columns), facts.multiprocessors * self.blocks),)
+        return (min(self.count(rows, columns), facts.multiprocessors * self.blocks),)
 
     def waves(self, facts: DeviceFacts, rows: int, columns: int) -> int:
-        return triton.cdiv(self.tiles(rows, columns), facts.multiprocessors * self.blocks)
+        """How many tiles one after the other the busiest program computes."""
+        return triton.cdiv(self.count(rows, columns), facts.multiprocessors * self.blocks)
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def check_gpu(op: str, capability: tuple[int, int], hip: str | None) -> None:
         _fail(NotImplementedError, op, "device", required, got, remedy)
 
 
-def check_importable(op: str, choice: Choice, error: ImportError) -> NoReturn:
+def refuse_import(op: str, choice: Choice, error: ImportError) -> NoReturn:
     """Triton could not be imported."""
     required = "one whose packages can be imported"
     got = f"'{choice.backend}' ({error})"

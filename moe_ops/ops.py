@@ -92,7 +92,7 @@ def _triton(op: str, choice: contracts.Choice, device: torch.device) -> tuple[Mo
     try:
         from .kernels import shared_expert, sigmoid_check
     except ImportError as error:
-        contracts.check_importable(op, choice, error)
+        contracts.refuse_import(op, choice, error)
     strict = choice.profile == "fp32-serial-v1"
     if strict:
         contracts.check_sigmoid(op, choice, sigmoid_check.sampled_sigmoid_mismatches(device))

@@ -403,7 +403,7 @@ def test_device_without_profiles():
         ),
         (lambda: contracts.check_gpu("op", (9, 4), "6.2"), NotImplementedError, "got ROCm 6.2"),
         (
-            lambda: contracts.check_importable("op", CHOICE, ImportError("No module named 'triton'")),
+            lambda: contracts.refuse_import("op", CHOICE, ImportError("No module named 'triton'")),
             NotImplementedError,
             "backend must be.*got 'triton' .No module named 'triton'.. Install triton",
         ),
