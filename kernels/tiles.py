@@ -174,28 +174,6 @@ def fma_is_exact(a, w, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def product_loop(
-    accumulator,
-    a,
-    w,
-    row,
-    column,
-    size_k,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WEIGHT_NK: tl.constexpr,
-    TMA: tl.constexpr,
-    STRICT: tl.constexpr,
-):
-    for k in range(0, size_k, BLOCK_K):
-        a_tile = load_tile(a, row, k, BLOCK_M, BLOCK_K, TMA)
-        w_tile = load_weight_tile(w, column, k, BLOCK_N, BLOCK_K, WEIGHT_NK, TMA)
-        accumulator = dot_tile(a_tile, w_tile, accumulator, STRICT)
-    return accumulator
-
-
-@triton.jit
 def product_tile(
     accumulator,
     a,
@@ -211,45 +189,14 @@ def product_tile(
     STRICT: tl.constexpr,
 ):
     """accumulator + a @ w of one tile, over the whole of k; w is stored [N, K] (`WEIGHT_NK`) or [K, N]."""
-    if STRICT:
-        if fma_is_exact(a, w, row, column, BLOCK_M, BLOCK_N, WEIGHT_NK):
-            accumulator = product_loop(
-                accumulator, a, w, row, column, size_k, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHT_NK, TMA, STRICT
-            )
-        else:
-            accumulator = serial_product_tile(
-                accumulator, a, w, row, column, size_k, BLOCK_M, BLOCK_N, WEIGHT_NK
-            )
+    if not STRICT or fma_is_exact(a, w, row, column, BLOCK_M, BLOCK_N, WEIGHT_NK):
+        for k in range(0, size_k, BLOCK_K):
+            a_tile = load_tile(a, row, k, BLOCK_M, BLOCK_K, TMA)
+            w_tile = load_weight_tile(w, column, k, BLOCK_N, BLOCK_K, WEIGHT_NK, TMA)
+            accumulator = dot_tile(a_tile, w_tile, accumulator, STRICT)
     else:
-        accumulator = product_loop(
-            accumulator, a, w, row, column, size_k, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHT_NK, TMA, STRICT
-        )
+        accumulator = serial_product_tile(accumulator, a, w, row, column, size_k, BLOCK_M, BLOCK_N, WEIGHT_NK)
     return accumulator
-
-
-@triton.jit
-def gate_up_loop(
-    g,
-    u,
-    x,
-    w_gate,
-    w_up,
-    row,
-    column,
-    size_k,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr,
-    STRICT: tl.constexpr,
-):
-    for k in range(0, size_k, BLOCK_K):
-        x_tile = load_tile(x, row, k, BLOCK_M, BLOCK_K, TMA)
-        gate_tile = load_weight_tile(w_gate, column, k, BLOCK_N, BLOCK_K, True, TMA)
-        up_tile = load_weight_tile(w_up, column, k, BLOCK_N, BLOCK_K, True, TMA)
-        g = dot_tile(x_tile, gate_tile, g, STRICT)
-        u = dot_tile(x_tile, up_tile, u, STRICT)
-    return g, u
 
 
 @triton.jit
@@ -269,19 +216,19 @@ def gate_up_tile(
     """The pre-activations (g, u) of one tile, fp32: two products that share the tiles of x."""
     g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if STRICT:
-        gate_is_exact = fma_is_exact(x, w_gate, row, column, BLOCK_M, BLOCK_N, True)
-        if gate_is_exact & fma_is_exact(x, w_up, row, column, BLOCK_M, BLOCK_N, True):
-            g, u = gate_up_loop(
-                g, u, x, w_gate, w_up, row, column, size_k, BLOCK_M, BLOCK_N, BLOCK_K, TMA, STRICT
-            )
-        else:
-            g = serial_product_tile(g, x, w_gate, row, column, size_k, BLOCK_M, BLOCK_N, True)
-            u = serial_product_tile(u, x, w_up, row, column, size_k, BLOCK_M, BLOCK_N, True)
+    if not STRICT or (
+        fma_is_exact(x, w_gate, row, column, BLOCK_M, BLOCK_N, True)
+        & fma_is_exact(x, w_up, row, column, BLOCK_M, BLOCK_N, True)
+    ):
+        for k in range(0, size_k, BLOCK_K):
+            x_tile = load_tile(x, row, k, BLOCK_M, BLOCK_K, TMA)
+            gate_tile = load_weight_tile(w_gate, column, k, BLOCK_N, BLOCK_K, True, TMA)
+            up_tile = load_weight_tile(w_up, column, k, BLOCK_N, BLOCK_K, True, TMA)
+            g = dot_tile(x_tile, gate_tile, g, STRICT)
+            u = dot_tile(x_tile, up_tile, u, STRICT)
     else:
-        g, u = gate_up_loop(
-            g, u, x, w_gate, w_up, row, column, size_k, BLOCK_M, BLOCK_N, BLOCK_K, TMA, STRICT
-        )
+        g = serial_product_tile(g, x, w_gate, row, column, size_k, BLOCK_M, BLOCK_N, True)
+        u = serial_product_tile(u, x, w_up, row, column, size_k, BLOCK_M, BLOCK_N, True)
     return g, u
 
 
