@@ -45,8 +45,8 @@ class SharedExpertMLP(nn.Module):
         device: where to create the weights.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: at the call, as `moe_ops.shared_expert_mlp`; so moving the
-            module with `.half()` or `.float()` makes the next call raise.
+        TypeError, ValueError, NotImplementedError, RuntimeError: at the call, as `moe_ops.shared_expert_mlp`;
+            so moving the module with `.half()` or `.float()` makes the next call raise.
     """
 
     def __init__(

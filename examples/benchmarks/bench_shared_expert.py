@@ -6,7 +6,7 @@ Everything is replayed as a CUDA graph. Two figures: one call after a flush of L
 time of a layer in a graph of several layers with different weights. The baselines are a plain MLP with a
 packed gate-up weight and the gradient of x that a user of frozen weights would write (g and u computed again,
 or kept in forward + dX): eager, `torch.compile`, and `torch.compile(mode="max-autotune-no-cudagraphs")`. A
-ratio is baseline / ours, above 1 where ours is faster. Nothing is printed before the correctness gate has
+ratio is baseline / ours, above 1 where ours is faster. No figure is printed before the correctness gate has
 passed.
 """
 

@@ -42,7 +42,12 @@ def run(x, dy, weights, **options):
 
 
 def all_equal(actual, expected):
-    return all(map(bits_equal, actual, expected))
+    return all(bits_equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+def mm(a, weight, *, transpose_weight):
+    """cuBLAS: from T = 256 on it does not split K (H200, torch 2.11), so that its products are a witness."""
+    return torch.mm(a, weight.t() if transpose_weight else weight, out_dtype=torch.float32)
 
 
 @ALL_SHAPES
@@ -144,12 +149,9 @@ def test_layouts(inputs, nan_memory):
 @pytest.mark.parametrize("tokens", [256, 1000, 8192])
 @pytest.mark.parametrize("limit", [None, 0.7], ids=["nolimit", "limit"])
 def test_against_torch_mm(inputs, tokens, limit):
-    """cuBLAS does not split K from T = 256 on (H200, torch 2.11), so that its products are a witness."""
+    """The whole layer, in fp32 where it is fp32, with products of another library."""
     x, dy, w_gate, w_up, w_down = inputs
     x, dy = x[:tokens], dy[:tokens]
-
-    def mm(a, weight, *, transpose_weight):
-        return torch.mm(a, weight.t() if transpose_weight else weight, out_dtype=torch.float32)
 
     g, u = reference.gate_up(x, w_gate, w_up, mm)
     y = reference.down(g, u, w_down, limit, mm)
@@ -169,9 +171,6 @@ def test_the_gradient_at_the_limit(inputs):
     """Pre-activations exactly at the bound, beside it, infinite and NaN."""
     _, dy, *weights = inputs
     g, u = pre_activations_at(0.75, 256, weights[0].shape[0])
-
-    def mm(a, weight, *, transpose_weight):
-        return torch.mm(a, weight.t() if transpose_weight else weight, out_dtype=torch.float32)
 
     options = {"swiglu_limit": 0.75, "out_dtype": torch.float32}
     dx = OPS._shared_expert_mlp_dx_saved(dy[:256], g, u, *weights, **options)

@@ -13,33 +13,47 @@ SHAPES = [(1, 128, 64), (16, 128, 64), (3, 100, 37), (256, 1024, 512), (300, 409
 SHAPE_IDS = [f"T{t}-H{h}-I{i}" for t, h, i in SHAPES]
 
 
-def adversarial(shape, kind):
+# What is multiplied: rows of x and dy; some rows of w_gate and w_up, some columns and rows of w_down.
+ROW_SCALES = {
+    "tiny": (1.0, 2.0**-120, 2.0**-133, 2.0**-70, -0.0, 2.0**-100, 2.0**-60, 1.0),
+    "huge": (1.0, 1e38, 100.0, 1e30, -1e19, 1.0, 1.0, 1.0),
+    "extreme": (2.0**-120, 1e38, 0.0, -0.0, 2.0**-133, 1e30, 2.0**-70, 100.0),
+}
+WEIGHT_SCALES = {
+    "tiny": (2.0**-90, 2.0**-90, 2.0**-60, 1.0),
+    "huge": (1.0, 2.0**40, 2.0**60, 1.0),
+    "extreme": (2.0**-90, 2.0**90, 2.0**-100, 2.0**110),
+}
+KINDS = ["plain", "saturated", *ROW_SCALES]
+
+
+def adversarial(shape, kind, device="cuda"):
     """Inputs whose products under- and overflow, by row, so that tiles with and without them occur."""
-    inputs = shared_expert_inputs(*shape, device="cuda", seed=len(kind))
+    inputs = shared_expert_inputs(*shape, device=device, seed=len(kind))
     x, dy, w_gate, w_up, w_down = inputs
-    if kind == "plain":
-        return inputs
     if kind == "saturated":  # pre-activations of about +-100 and beyond: sigmoid is 0, 1 or subnormal
         x *= 100
+    if kind not in ROW_SCALES:
         return inputs
-    scales = [2.0**-120, 1e38, 0.0, -0.0, 2.0**-133, 1e30, 2.0**-70, 100.0]
+    scales = ROW_SCALES[kind]
     for row in range(min(len(x), 40)):
         x[row] *= scales[row % len(scales)]
         dy[row] *= scales[(row // 2) % len(scales)]
-    x[-1, ::7] *= 2.0**-125
-    if len(x) > 1:
+    gate_scale, up_scale, column_scale, row_scale = WEIGHT_SCALES[kind]
+    w_gate[::9] *= gate_scale
+    w_up[1::9] *= up_scale
+    w_down[:, ::11] *= column_scale
+    w_down[::13] *= row_scale
+    if kind != "huge":
+        x[-1, ::7] *= 2.0**-125
+    if kind != "tiny" and len(x) > 2:
         x[1, 3], dy[-1, 2] = float("inf"), float("-inf")
-    if len(x) > 2:
         x[2, 5], dy[2, 0] = float("nan"), float("nan")
-    w_gate[::9] *= 2.0**-90
-    w_up[1::9] *= 2.0**90
-    w_down[:, ::11] *= 2.0**-100
-    w_down[::13] *= 2.0**110
     return inputs
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
-@pytest.mark.parametrize("kind", ["plain", "saturated", "extreme"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("limit", [None, 1.0], ids=["nolimit", "limit"])
 def test_the_oracles_bits(shape, kind, limit, nan_memory):
     inputs = adversarial(shape, kind)
@@ -57,18 +71,24 @@ def test_the_oracles_bits(shape, kind, limit, nan_memory):
     assert all(map(bits_equal, inputs.weights, copies))
 
 
-def test_the_saved_pre_activations_and_the_fp32_gradient():
-    """What the outputs' rounding to bf16 could hide."""
-    inputs = adversarial((300, 1024, 512), "extreme")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_saved_pre_activations_and_the_fp32_gradient(kind):
+    """What the outputs' rounding to bf16 could hide; and most of it is numbers, neither NaN nor zero."""
+    inputs = adversarial((256, 1024, 512), kind)
     oracle = {"profile": "fp32-serial-v1", "backend": "reference"}
     ops = torch.ops.moe_ops
     actual, expected = (ops._shared_expert_mlp_save(inputs.x, *inputs.weights, **o) for o in (STRICT, oracle))
-    assert all(map(bits_equal, actual, expected))
-    dx, expected_dx = (
-        ops._shared_expert_mlp_dx(inputs.dy, inputs.x, *inputs.weights, out_dtype=torch.float32, **o)
-        for o in (STRICT, oracle)
-    )
-    assert bits_equal(dx, expected_dx)
+    assert all(bits_equal(*pair) for pair in zip(actual, expected, strict=True))
+    _, g, u = expected
+    options = {"out_dtype": torch.float32}
+    dx = ops._shared_expert_mlp_dx_saved(inputs.dy, g, u, *inputs.weights, **options, **oracle)
+    for actual in (
+        ops._shared_expert_mlp_dx(inputs.dy, inputs.x, *inputs.weights, **options, **STRICT),
+        ops._shared_expert_mlp_dx_saved(inputs.dy, g, u, *inputs.weights, **options, **STRICT),
+    ):
+        assert bits_equal(actual, dx)
+    for value in (*expected, dx) if kind != "extreme" else expected:
+        assert (value.isfinite() & (value != 0)).float().mean() > 0.5
 
 
 @pytest.mark.parametrize("other", [0.5, float("nan"), float("inf")])
