@@ -13,21 +13,39 @@ if not (_root / "kernels").is_dir() and (_root.parent / "pyproject.toml").is_fil
     __path__.append(str(_root.parent))
 
 from . import autograd as _autograd  # noqa: E402, F401  (registers the gradients)
+from . import moe_autograd as _moe_autograd  # noqa: E402, F401
 from . import testing  # noqa: E402
 from .checkpoint import checkpoint_policy  # noqa: E402
 from .environment import Provenance, provenance  # noqa: E402
-from .functional import shared_expert_mlp  # noqa: E402
+from .functional import (  # noqa: E402
+    dequantize_activations,
+    dequantize_weights_block,
+    mega_moe,
+    quantize_activations,
+    quantize_weights_block,
+    shared_expert_mlp,
+)
 from .layers import SharedExpertMLP, freeze  # noqa: E402
+from .moe_layer import MegaMoE  # noqa: E402
+from .moe_oracle import mega_moe_dx_dweights_reference, mega_moe_reference  # noqa: E402
 from .numerics import profiles  # noqa: E402
 from .reference import shared_expert_mlp_dx_reference, shared_expert_mlp_reference  # noqa: E402
 
 __all__ = [
+    "MegaMoE",
     "Provenance",
     "SharedExpertMLP",
     "checkpoint_policy",
+    "dequantize_activations",
+    "dequantize_weights_block",
     "freeze",
+    "mega_moe",
+    "mega_moe_dx_dweights_reference",
+    "mega_moe_reference",
     "profiles",
     "provenance",
+    "quantize_activations",
+    "quantize_weights_block",
     "shared_expert_mlp",
     "shared_expert_mlp_dx_reference",
     "shared_expert_mlp_reference",

@@ -8,18 +8,11 @@ each kernel first refuses what would otherwise be detached silently.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
 
-from . import contracts
-from .ops import LIBRARY
+from . import contracts, ops  # noqa: F401  (registers the operators named below)
+from .registration import LIBRARY, below_autograd, transform_of
 
 _OPS = torch.ops.moe_ops
-
-
-def _below_autograd(op: Callable, *args, **options):
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args, **options)
 
 
 class _Recompute(torch.autograd.Function):
@@ -29,7 +22,7 @@ class _Recompute(torch.autograd.Function):
     def forward(ctx, options, x, *weights):
         ctx.options = options
         ctx.save_for_backward(x, *weights)
-        return _below_autograd(_OPS.shared_expert_mlp.default, x, *weights, **options)
+        return below_autograd(_OPS.shared_expert_mlp.default, x, *weights, **options)
 
     @staticmethod
     def backward(ctx, dy):
@@ -43,7 +36,7 @@ class _Save(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options, x, *weights):
-        y, g, u = _below_autograd(_OPS._shared_expert_mlp_save.default, x, *weights, **options)
+        y, g, u = below_autograd(_OPS._shared_expert_mlp_save.default, x, *weights, **options)
         ctx.options = options
         ctx.save_for_backward(g, u, *weights)
         ctx.mark_non_differentiable(g, u)
@@ -62,10 +55,10 @@ class _Save(torch.autograd.Function):
 def _forward_kernel(op: Callable, function: type[torch.autograd.Function]) -> Callable:
     def kernel(x, w_gate, w_up, w_down, **options):
         contracts.check_frozen("shared_expert_mlp", w_gate=w_gate, w_up=w_up, w_down=w_down)
-        contracts.check_not_transformed("shared_expert_mlp", _transform(x, w_gate, w_up, w_down))
+        contracts.check_not_transformed("shared_expert_mlp", transform_of(x, w_gate, w_up, w_down))
         if torch.is_grad_enabled() and x.requires_grad:
             return function.apply(options, x, w_gate, w_up, w_down)
-        return _below_autograd(op, x, w_gate, w_up, w_down, **options)
+        return below_autograd(op, x, w_gate, w_up, w_down, **options)
 
     return kernel
 
@@ -77,23 +70,12 @@ def _dx_kernel(op: Callable) -> Callable:
         tensors = dict(zip(names, args, strict=True))
         weights = {name: tensors.pop(name) for name in ("w_gate", "w_up", "w_down")}
         contracts.check_frozen("shared_expert_mlp_dx", **weights)
-        contracts.check_not_transformed("shared_expert_mlp_dx", _transform(*args))
+        contracts.check_not_transformed("shared_expert_mlp_dx", transform_of(*args))
         if any(tensor.requires_grad for tensor in tensors.values()):
             contracts.check_first_derivative("shared_expert_mlp_dx")
-        return _below_autograd(op, *args, **options)
+        return below_autograd(op, *args, **options)
 
     return kernel
-
-
-def _transform(*tensors: Tensor) -> str | None:
-    """The differentiating transform that one of the tensors is under, by name, if any."""
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        return "forward-mode automatic differentiation"
-    if not (torch.is_grad_enabled() and torch._C._are_functorch_transforms_active()):
-        return None
-    if any(tensor.requires_grad for tensor in tensors):
-        return "torch.func.grad (or another torch.func transform)"
-    return None
 
 
 LIBRARY.impl("shared_expert_mlp", _forward_kernel(_OPS.shared_expert_mlp.default, _Recompute), "Autograd")

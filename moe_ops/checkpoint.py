@@ -5,12 +5,13 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import ops  # noqa: F401  (registers the operators named below)
+from . import moe_operators, ops  # noqa: F401  (register the operators named below)
 
 _FORWARD_OPERATORS = frozenset(
     {
         torch.ops.moe_ops.shared_expert_mlp.default,
         torch.ops.moe_ops._shared_expert_mlp_save.default,
+        torch.ops.moe_ops._mega_moe.default,
     }
 )
 

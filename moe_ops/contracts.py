@@ -10,9 +10,15 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .numerics import BACKENDS, DEFAULT_PROFILES, PROFILES, profiles
+from .numerics import BACKENDS, LAYERS, PROFILES
 
 SAVE_MODES = ("recompute", "activations")
+
+_LAYER_NAMES = {
+    "shared_expert_mlp": "the shared expert",
+    "mega_moe": "the MoE layer with fp8 weights",
+    "mega_moe_bf16": "the MoE layer with bf16 weights",
+}
 
 _FP32_TINY = 2.0**-149
 _FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
@@ -25,34 +31,42 @@ class Choice(NamedTuple):
     backend: str
 
 
-def choose(op: str, device: torch.device, profile: str | None, backend: str | None) -> Choice:
-    """Resolve `profile` and `backend` for `device`; raise for what the machine cannot honour."""
+def choose(layer: str, op: str, device: torch.device, profile: str | None, backend: str | None) -> Choice:
+    """Resolve `profile` and `backend` for a layer of `LAYERS` on `device`; raise for what cannot be honoured."""
     check_names(op, profile, backend)
     kind = device.type
-    if kind not in DEFAULT_PROFILES:
-        required = f"of a type among {_list(DEFAULT_PROFILES)}"
-        _fail(NotImplementedError, op, "device", required, f"'{kind}'", "Move the tensors.")
-    name = DEFAULT_PROFILES[kind] if profile is None else profile
-    available = PROFILES[name].backends.get(kind, ())
-    if not available:
-        required = f"one that this build computes on {kind}"
-        got = f"'{name}'" if profile is not None else f"None, which is '{name}' on {kind}"
-        _fail(NotImplementedError, op, "profile", required, got, f"Pass one of {_list(profiles(device))}.")
-    if backend is not None and backend not in available:
+    if kind not in LAYERS[layer]:
+        required = f"of a type among {list_names(LAYERS[layer])}"
+        fail(NotImplementedError, op, "device", required, f"'{kind}'", "Move the tensors.")
+    available = LAYERS[layer][kind]
+    name = next(iter(available)) if profile is None else profile
+    if name not in available:
+        required = f"one that this build computes on {kind} for {_LAYER_NAMES[layer]}"
+        fail(
+            NotImplementedError, op, "profile", required, f"'{name}'", f"Pass one of {list_names(available)}."
+        )
+    if backend is not None and backend not in available[name]:
         required = f"one that computes profile '{name}' on {kind} in this build"
-        remedy = f"Pass None or one of {_list(available)}, or another profile than '{name}'."
-        _fail(NotImplementedError, op, "backend", required, f"'{backend}'", remedy)
-    return Choice(name, available[0] if backend is None else backend)
+        remedy = f"Pass None or one of {list_names(available[name])}, or another profile than '{name}'."
+        fail(NotImplementedError, op, "backend", required, f"'{backend}'", remedy)
+    return Choice(name, available[name][0] if backend is None else backend)
 
 
 def check_names(op: str, profile: str | None, backend: str | None) -> None:
     """`profile` and `backend` are `None` or names that exist."""
     for argument, value, names in (("profile", profile, PROFILES), ("backend", backend, BACKENDS)):
         if value is not None and not isinstance(value, str):
-            _fail(TypeError, op, argument, "a str or None", _type(value), f"Pass one of {_list(names)}.")
+            fail(
+                TypeError,
+                op,
+                argument,
+                "a str or None",
+                type_name(value),
+                f"Pass one of {list_names(names)}.",
+            )
         if value is not None and value not in names:
-            required = f"None or one of {_list(names)}"
-            _fail(ValueError, op, argument, required, f"'{value}'", "Correct the name.")
+            required = f"None or one of {list_names(names)}"
+            fail(ValueError, op, argument, required, f"'{value}'", "Correct the name.")
 
 
 def check_call(
@@ -64,16 +78,23 @@ def check_call(
     save: object = "recompute",
 ) -> None:
     """The types that an operator schema would refuse without naming the argument."""
-    for argument, value in tensors.items():
-        if not isinstance(value, Tensor):
-            _fail(TypeError, op, argument, "a torch.Tensor", _type(value), "Pass one tensor per argument.")
+    check_tensors(op, tensors)
     if isinstance(swiglu_limit, bool) or not isinstance(swiglu_limit, int | float | torch.SymFloat | None):
-        _fail(TypeError, op, "swiglu_limit", "a float or None", _type(swiglu_limit), "Pass a Python number.")
+        fail(
+            TypeError, op, "swiglu_limit", "a float or None", type_name(swiglu_limit), "Pass a Python number."
+        )
     check_names(op, profile, backend)
     if not isinstance(save, str):
-        _fail(TypeError, op, "save", f"one of {_list(SAVE_MODES)}", _type(save), "Pass a str.")
+        fail(TypeError, op, "save", f"one of {list_names(SAVE_MODES)}", type_name(save), "Pass a str.")
     if save not in SAVE_MODES:
-        _fail(ValueError, op, "save", f"one of {_list(SAVE_MODES)}", f"'{save}'", "Correct the name.")
+        fail(ValueError, op, "save", f"one of {list_names(SAVE_MODES)}", f"'{save}'", "Correct the name.")
+
+
+def check_tensors(op: str, tensors: dict[str, object]) -> None:
+    """Every value is one tensor."""
+    for argument, value in tensors.items():
+        if not isinstance(value, Tensor):
+            fail(TypeError, op, argument, "a torch.Tensor", type_name(value), "Pass one tensor per argument.")
 
 
 def check_frozen(op: str, **weights: Tensor) -> None:
@@ -87,7 +108,7 @@ def check_frozen(op: str, **weights: Tensor) -> None:
                 "Freeze the layer (moe_ops.freeze(module)), detach the tensor, merge the adapter that "
                 "computes it, or call under torch.no_grad()."
             )
-            _fail(ValueError, op, argument, required, "a tensor that requires grad", remedy)
+            fail(ValueError, op, argument, required, "a tensor that requires grad", remedy)
 
 
 def check_shared_expert(
@@ -108,34 +129,48 @@ def check_shared_expert(
     remedy = "Cast it with .to(torch.bfloat16), or run under torch.autocast with dtype=torch.bfloat16."
     _check_bf16(op, activations, remedy)
     _check_bf16(op, weights, "Keep the weights in bfloat16; autocast does not cast them.")
-    _check_strided(op, activations | weights)
+    check_strided(op, activations | weights)
     for argument, weight in weights.items():
         if weight.dim() != 2:
             layout = "[H, I]" if argument == "w_down" else "[I, H]"
-            _fail(ValueError, op, argument, layout, _shape(weight), "Pass one matrix; slice a packed weight.")
+            fail(
+                ValueError,
+                op,
+                argument,
+                layout,
+                shape_text(weight),
+                "Pass one matrix; slice a packed weight.",
+            )
     intermediate, hidden = w_gate.shape
     if hidden == 0 or intermediate == 0:
         required = "[I, H], neither of them 0"
-        _fail(ValueError, op, "w_gate", required, _shape(w_gate), "Pass a non-empty weight.")
+        fail(ValueError, op, "w_gate", required, shape_text(w_gate), "Pass a non-empty weight.")
     _check_matrix(op, "w_up", w_up, (intermediate, hidden), "[I, H]")
     _check_matrix(op, "w_down", w_down, (hidden, intermediate), "[H, I]")
     leading = next(iter(activations))
     for argument, value in activations.items():
         if value.dim() < 1 or value.shape[-1] != hidden:
-            required = f"[..., H] with H = {hidden}, as w_gate is [I, H] = {_shape(w_gate)}"
-            _fail(ValueError, op, argument, required, _shape(value), "Pass rows of the layer's hidden size.")
+            required = f"[..., H] with H = {hidden}, as w_gate is [I, H] = {shape_text(w_gate)}"
+            fail(
+                ValueError, op, argument, required, shape_text(value), "Pass rows of the layer's hidden size."
+            )
         if value.shape != activations[leading].shape:
-            required = f"of {leading}'s shape {_shape(activations[leading])}"
-            _fail(ValueError, op, argument, required, _shape(value), "Pass both for the same rows.")
-    _check_same_device(op, leading, activations[leading], activations | weights)
-    if swiglu_limit is not None and not _FP32_TINY <= swiglu_limit <= _FP32_MAX:
-        required = "None, or finite and > 0 in fp32"
-        _fail(ValueError, op, "swiglu_limit", required, str(swiglu_limit), "Pass None for no limit.")
+            required = f"of {leading}'s shape {shape_text(activations[leading])}"
+            fail(ValueError, op, argument, required, shape_text(value), "Pass both for the same rows.")
+    check_same_device(op, leading, activations[leading], activations | weights)
+    check_limit(op, swiglu_limit)
     device = activations[leading].device
     if device.type == "meta":
         check_names(op, profile, backend)
         return None
-    return choose(op, device, profile, backend)
+    return choose("shared_expert_mlp", op, device, profile, backend)
+
+
+def check_limit(op: str, swiglu_limit: float | None) -> None:
+    """The limit is a finite positive fp32 number."""
+    if swiglu_limit is not None and not _FP32_TINY <= swiglu_limit <= _FP32_MAX:
+        required = "None, or finite and > 0 in fp32"
+        fail(ValueError, op, "swiglu_limit", required, str(swiglu_limit), "Pass None for no limit.")
 
 
 def check_pre_activations(op: str, dy: Tensor, g: Tensor, u: Tensor, w_gate: Tensor) -> None:
@@ -143,19 +178,19 @@ def check_pre_activations(op: str, dy: Tensor, g: Tensor, u: Tensor, w_gate: Ten
     shape = (*dy.shape[:-1], w_gate.shape[0])
     for argument, value in (("g", g), ("u", u)):
         if value.dtype != torch.float32:
-            _fail(TypeError, op, argument, "torch.float32", str(value.dtype), "Pass what the forward saved.")
+            fail(TypeError, op, argument, "torch.float32", str(value.dtype), "Pass what the forward saved.")
         if tuple(value.shape) != shape:
             required = f"[..., I] = {list(shape)}"
-            _fail(ValueError, op, argument, required, _shape(value), "Pass what the forward saved.")
-    _check_strided(op, {"g": g, "u": u})
-    _check_same_device(op, "dy", dy, {"g": g, "u": u})
+            fail(ValueError, op, argument, required, shape_text(value), "Pass what the forward saved.")
+    check_strided(op, {"g": g, "u": u})
+    check_same_device(op, "dy", dy, {"g": g, "u": u})
 
 
 def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
     """dX comes in fp32 or rounded once to x's dtype."""
     if out_dtype not in (None, torch.float32, torch.bfloat16):
         required = "None, torch.bfloat16 (x's dtype) or torch.float32"
-        _fail(TypeError, op, "out_dtype", required, str(out_dtype), "Cast the result.")
+        fail(TypeError, op, "out_dtype", required, str(out_dtype), "Cast the result.")
 
 
 def check_autocast(op: str, device_type: str, dtype: torch.dtype) -> None:
@@ -163,7 +198,7 @@ def check_autocast(op: str, device_type: str, dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:
         required = f"torch.bfloat16 under autocast on {device_type}"
         remedy = "Use torch.autocast with dtype=torch.bfloat16."
-        _fail(TypeError, op, "x", required, f"autocast to {dtype}", remedy)
+        fail(TypeError, op, "x", required, f"autocast to {dtype}", remedy)
 
 
 def check_not_transformed(op: str, transform: str | None) -> None:
@@ -171,7 +206,7 @@ def check_not_transformed(op: str, transform: str | None) -> None:
     if transform is not None:
         required = "free of function transforms that differentiate"
         remedy = "Use .backward() or torch.autograd.grad."
-        _fail(NotImplementedError, op, "every tensor", required, transform, remedy)
+        fail(NotImplementedError, op, "every tensor", required, transform, remedy)
 
 
 def check_first_derivative(op: str) -> None:
@@ -179,7 +214,7 @@ def check_first_derivative(op: str) -> None:
     if torch.is_grad_enabled():
         required = "computed with grad mode disabled: there is no second derivative"
         remedy = "Do not pass create_graph=True; detach what goes into it."
-        _fail(NotImplementedError, op, "the gradient of x", required, "grad mode enabled", remedy)
+        fail(NotImplementedError, op, "the gradient of x", required, "grad mode enabled", remedy)
 
 
 def check_vmap(op: str, dims: dict[str, int | None]) -> None:
@@ -188,7 +223,7 @@ def check_vmap(op: str, dims: dict[str, int | None]) -> None:
         if dim is not None:
             required = "one matrix for the whole torch.vmap"
             got = f"one matrix per batch entry (in_dims {dim})"
-            _fail(NotImplementedError, op, argument, required, got, "Loop over the weights.")
+            fail(NotImplementedError, op, argument, required, got, "Loop over the weights.")
 
 
 def check_gpu(op: str, capability: tuple[int, int], hip: str | None) -> None:
@@ -197,15 +232,15 @@ def check_gpu(op: str, capability: tuple[int, int], hip: str | None) -> None:
         got = f"ROCm {hip}" if hip is not None else f"capability {capability[0]}.{capability[1]}"
         required = "an NVIDIA GPU of compute capability 8.0 or newer for the backend 'triton'"
         remedy = "Pass profile='fp32-serial-v1', backend='reference' (slow), or move the tensors."
-        _fail(NotImplementedError, op, "device", required, got, remedy)
+        fail(NotImplementedError, op, "device", required, got, remedy)
 
 
-def refuse_import(op: str, choice: Choice, error: ImportError) -> NoReturn:
-    """Triton could not be imported."""
+def refuse_import(op: str, choice: Choice, error: ImportError, oracle: str = "fp32-serial-v1") -> NoReturn:
+    """Triton could not be imported. `oracle`: the profile that needs none."""
     required = "one whose packages can be imported"
     got = f"'{choice.backend}' ({error})"
-    remedy = "Install triton, or pass profile='fp32-serial-v1', backend='reference' (slow)."
-    _fail(NotImplementedError, op, "backend", required, got, remedy)
+    remedy = f"Install triton, or pass profile='{oracle}', backend='reference' (slow)."
+    fail(NotImplementedError, op, "backend", required, got, remedy)
 
 
 def check_sigmoid(op: str, choice: Choice, mismatches: int | None) -> None:
@@ -214,51 +249,51 @@ def check_sigmoid(op: str, choice: Choice, mismatches: int | None) -> None:
         required = "called once before a CUDA graph is captured, since its first call waits for the device"
         got = "its first call in a capture"
         remedy = "Call it once, with any shape, before the capture."
-        _fail(RuntimeError, op, f"profile '{choice.profile}'", required, got, remedy)
+        fail(RuntimeError, op, f"profile '{choice.profile}'", required, got, remedy)
     if mismatches:
         required = "one that this machine can honour: a sigmoid in Triton with the bits of torch.sigmoid"
         got = f"'{choice.profile}', and {mismatches} of the values tried differ"
         remedy = "Pass backend='reference' (slow), or another version of torch or triton."
-        _fail(NotImplementedError, op, "profile", required, got, remedy)
+        fail(NotImplementedError, op, "profile", required, got, remedy)
 
 
 def _check_bf16(op: str, tensors: dict[str, Tensor], remedy: str) -> None:
     for argument, value in tensors.items():
         if value.dtype != torch.bfloat16:
-            _fail(TypeError, op, argument, "torch.bfloat16", str(value.dtype), remedy)
+            fail(TypeError, op, argument, "torch.bfloat16", str(value.dtype), remedy)
 
 
-def _check_strided(op: str, tensors: dict[str, Tensor]) -> None:
+def check_strided(op: str, tensors: dict[str, Tensor]) -> None:
     for argument, value in tensors.items():
         if value.layout != torch.strided:
             required = "a dense tensor (torch.strided)"
-            _fail(ValueError, op, argument, required, str(value.layout), "Use .to_dense().")
+            fail(ValueError, op, argument, required, str(value.layout), "Use .to_dense().")
 
 
 def _check_matrix(op: str, argument: str, value: Tensor, shape: tuple[int, int], layout: str) -> None:
     if tuple(value.shape) != shape:
         remedy = "Pass the weight as torch.nn.Linear stores it: [out_features, in_features]."
-        _fail(ValueError, op, argument, f"{layout} = {list(shape)}", _shape(value), remedy)
+        fail(ValueError, op, argument, f"{layout} = {list(shape)}", shape_text(value), remedy)
 
 
-def _check_same_device(op: str, leading: str, value: Tensor, others: dict[str, Tensor]) -> None:
+def check_same_device(op: str, leading: str, value: Tensor, others: dict[str, Tensor]) -> None:
     for argument, other in others.items():
         if other.device != value.device:
             required = f"on {leading}'s device, {value.device}"
-            _fail(ValueError, op, argument, required, str(other.device), "Move both to one device.")
+            fail(ValueError, op, argument, required, str(other.device), "Move both to one device.")
 
 
-def _fail(error: type[Exception], op: str, argument: str, required: str, got: str, remedy: str) -> NoReturn:
+def fail(error: type[Exception], op: str, argument: str, required: str, got: str, remedy: str) -> NoReturn:
     raise error(f"moe_ops.{op}: {argument} must be {required}; got {got}. {remedy}")
 
 
-def _shape(value: Tensor) -> str:
+def shape_text(value: Tensor) -> str:
     return str(list(value.shape))
 
 
-def _type(value: object) -> str:
+def type_name(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def _list(names) -> str:
+def list_names(names) -> str:
     return ", ".join(f"'{name}'" for name in names) or "none (this build has nothing for it)"

@@ -8,7 +8,7 @@ import torch
 
 from . import contracts
 from .kernels.cpu_matmul import BLOCK_ROWS, CHUNK_K
-from .numerics import PROFILES
+from .numerics import LAYERS, PROFILES
 
 _TILES = {
     "reference": "none: one output element at a time",
@@ -42,16 +42,33 @@ class Provenance:
 
 
 def provenance(
-    device: torch.device | str = "cpu", *, profile: str | None = None, backend: str | None = None
+    device: torch.device | str = "cpu",
+    *,
+    profile: str | None = None,
+    backend: str | None = None,
+    layer: str = "shared_expert_mlp",
 ) -> Provenance:
-    """The record of what `shared_expert_mlp` with these arguments runs for tensors on `device`.
+    """The record of what a call with these arguments runs for tensors on `device`.
+
+    Args:
+        device, profile, backend: as for the layer.
+        layer: "shared_expert_mlp", "mega_moe" (fp8 weights) or "mega_moe_bf16".
 
     Raises:
-        ValueError: no such profile or backend.
+        ValueError: no such layer, profile or backend.
         NotImplementedError: this build or machine does not have it.
     """
     device = torch.device(device)
-    choice = contracts.choose("provenance", device, profile, backend)
+    if layer not in LAYERS:
+        contracts.fail(
+            ValueError,
+            "provenance",
+            "layer",
+            f"one of {contracts.list_names(LAYERS)}",
+            repr(layer),
+            "Correct it.",
+        )
+    choice = contracts.choose(layer, "provenance", device, profile, backend)
     on_cpu = device.type == "cpu"
     return Provenance(
         backend_requested=backend,

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from . import contracts
 from .functional import shared_expert_mlp
+from .moe_layer import MegaMoE
 
 _LOG = logging.getLogger("moe_ops")
 
@@ -157,7 +158,9 @@ def freeze(module: nn.Module) -> tuple[str, ...]:
             f"moe_ops.freeze: module must be a torch.nn.Module; got {type(module).__name__}. "
             "Freeze a tensor with requires_grad_(False)."
         )
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, SharedExpertMLP)}
+    layers = {
+        name: layer for name, layer in module.named_modules() if isinstance(layer, SharedExpertMLP | MegaMoE)
+    }
     if not layers:
         raise ValueError(
             f"moe_ops.freeze: module must hold a moe_ops layer; got {type(module).__name__} without one. "

@@ -5,6 +5,7 @@ number of leading dimensions. Outputs are row-major whatever the strides of the 
 implementations.
 """
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from . import contracts, reference
 from .kernels.cpu_matmul import blocked_matmul
-
-LIBRARY = torch.library.Library("moe_ops", "DEF")
+from .registration import below_autocast, register, register_autocast
 
 _MATMULS: dict[str, reference.Matmul] = {"reference": reference.serial_matmul, "aten": blocked_matmul}
 
@@ -118,25 +118,24 @@ def _rows(value: Tensor) -> Tensor:
     return value.reshape(-1, value.shape[-1])
 
 
-def _vmap_rule(op: Callable) -> Callable:
+def _vmap_rule(name: str, activation_count: int) -> Callable:
     """The batch dimension becomes one more leading dimension of the activations; rows are independent."""
-    arguments = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
-    activation_count = arguments.index("w_gate")
 
     def rule(info, in_dims, *args, **options):
-        weight_dims = dict(zip(arguments[activation_count:], in_dims[activation_count:], strict=True))
-        contracts.check_vmap(op._schema.name.removeprefix("moe_ops::"), weight_dims)
+        weight_dims = dict(zip(("w_gate", "w_up", "w_down"), in_dims[activation_count:], strict=True))
+        contracts.check_vmap(name, weight_dims)
         activations = [
             value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
             for value, dim in zip(args[:activation_count], in_dims, strict=False)
         ]
+        op = getattr(torch.ops.moe_ops, name).default
         result = op(*activations, *args[activation_count:], **options)
         return result, tuple(0 for _ in result) if isinstance(result, tuple) else 0
 
     return rule
 
 
-def _autocast_kernel(op: Callable, device_type: str, key: torch.DispatchKey) -> Callable:
+def _autocast_kernel(op: Callable, device_type: str) -> Callable:
     """Casts x to bf16 and nothing else."""
 
     def kernel(x, *weights, **options):
@@ -144,8 +143,7 @@ def _autocast_kernel(op: Callable, device_type: str, key: torch.DispatchKey) -> 
         contracts.check_autocast("shared_expert_mlp", device_type, dtype)
         if x.is_floating_point() and x.dtype != torch.float64:
             x = x.to(dtype)
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return op(x, *weights, **options)
+        return below_autocast(device_type, op, x, *weights, **options)
 
     return kernel
 
@@ -154,40 +152,30 @@ _WEIGHTS = "Tensor w_gate, Tensor w_up, Tensor w_down"
 _OPTIONS = "float? swiglu_limit=None, str? profile=None, str? backend=None"
 _DX_OPTIONS = f"{_OPTIONS}, ScalarType? out_dtype=None"
 
-
-def _register(schema: str, implementation: Callable, fake: Callable, *, autocast: bool) -> None:
-    name = schema[: schema.index("(")]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_ops::{name}", fake, lib=LIBRARY)
-    op = getattr(torch.ops.moe_ops, name).default
-    torch.library.register_vmap(f"moe_ops::{name}", _vmap_rule(op), lib=LIBRARY)
-    if autocast:
-        LIBRARY.impl(name, _autocast_kernel(op, "cpu", torch._C.DispatchKey.AutocastCPU), "AutocastCPU")
-        LIBRARY.impl(name, _autocast_kernel(op, "cuda", torch._C.DispatchKey.AutocastCUDA), "AutocastCUDA")
-
-
-_register(
-    f"shared_expert_mlp(Tensor x, {_WEIGHTS}, *, {_OPTIONS}) -> Tensor",
-    _shared_expert_mlp,
-    _shared_expert_mlp_fake,
-    autocast=True,
-)
-_register(
-    f"_shared_expert_mlp_save(Tensor x, {_WEIGHTS}, *, {_OPTIONS}) -> (Tensor y, Tensor g, Tensor u)",
-    _shared_expert_mlp_save,
-    _shared_expert_mlp_save_fake,
-    autocast=True,
-)
-_register(
+for _op in (
+    register(
+        f"shared_expert_mlp(Tensor x, {_WEIGHTS}, *, {_OPTIONS}) -> Tensor",
+        _shared_expert_mlp,
+        _shared_expert_mlp_fake,
+        _vmap_rule("shared_expert_mlp", 1),
+    ),
+    register(
+        f"_shared_expert_mlp_save(Tensor x, {_WEIGHTS}, *, {_OPTIONS}) -> (Tensor y, Tensor g, Tensor u)",
+        _shared_expert_mlp_save,
+        _shared_expert_mlp_save_fake,
+        _vmap_rule("_shared_expert_mlp_save", 1),
+    ),
+):
+    register_autocast(_op, functools.partial(_autocast_kernel, _op))
+register(
     f"_shared_expert_mlp_dx(Tensor dy, Tensor x, {_WEIGHTS}, *, {_DX_OPTIONS}) -> Tensor",
     _shared_expert_mlp_dx,
     _shared_expert_mlp_dx_fake,
-    autocast=False,
+    _vmap_rule("_shared_expert_mlp_dx", 2),
 )
-_register(
+register(
     f"_shared_expert_mlp_dx_saved(Tensor dy, Tensor g, Tensor u, {_WEIGHTS}, *, {_DX_OPTIONS}) -> Tensor",
     _shared_expert_mlp_dx_saved,
     _shared_expert_mlp_dx_saved_fake,
-    autocast=False,
+    _vmap_rule("_shared_expert_mlp_dx_saved", 3),
 )

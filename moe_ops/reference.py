@@ -56,17 +56,17 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def swiglu(g: Tensor, u: Tensor, limit: float | None) -> Tensor:
     """`bf16((g * sigmoid(g)) * u)`: one round. g, u: fp32 of one shape."""
-    g, u = _clamped(g, u, limit)
+    g, u = clamped(g, u, limit)
     return ((g * sigmoid(g)) * u).bfloat16()
 
 
 def swiglu_backward(dh: Tensor, g: Tensor, u: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    """The gradients (dgate, dup), bf16. dh: bf16; g, u: fp32, before any limit; all of one shape.
+    """The gradients (dgate, dup), bf16. dh: bf16 or fp32; g, u: fp32, before any limit; all of one shape.
 
     A limit is a select: the gradient is zero exactly at the bound, and NaN passes.
     """
     dh = dh.float()
-    gc, uc = _clamped(g, u, limit)
+    gc, uc = clamped(g, u, limit)
     sig = sigmoid(gc)
     silu = gc * sig
     dsilu = sig * (1 + gc * (1 - sig))
@@ -195,7 +195,7 @@ def _check(
     )
 
 
-def _clamped(g: Tensor, u: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+def clamped(g: Tensor, u: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
     """`min(g, c)` and `clamp(u, -c, c)`; NaN passes."""
     if limit is None:
         return g, u
