@@ -177,6 +177,24 @@ class MegaMoE(nn.Module):
 
         return super()._apply(move, recurse)
 
+    def __getstate__(self) -> dict:
+        """fp8 weights as bytes: plain pickle has no storage type for them."""
+        parameters = {
+            name: value.data.view(torch.uint8) if name in self._fp8_names else value
+            for name, value in self._parameters.items()
+        }
+        return self.__dict__ | {"_parameters": parameters}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        for name in self._fp8_names:
+            value = self._parameters[name].view(torch.float8_e4m3fn)
+            self._parameters[name] = nn.Parameter(value, requires_grad=False)
+
+    @property
+    def _fp8_names(self) -> tuple[str, ...]:
+        return ("gate_up_proj", "down_proj") if self.weights == "fp8" else ()
+
     def extra_repr(self) -> str:
         sizes = ("hidden_size", "intermediate_size", "num_experts", "weights")
         options = [name for name in ("swiglu_limit", "profile") if getattr(self, name) is not None]
