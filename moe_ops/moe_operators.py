@@ -51,7 +51,7 @@ def _gradients(op, dy, tensors, *, x, weights, swiglu_limit=None, profile=None, 
     if choice.backend == "triton":
         kernels = _triton(op, choice, tensors)
         return kernels.backward(
-            dy, *tensors, swiglu_limit, FP8_GROUPS.get(choice.profile), x=x, weights=weights
+            dy, *tensors, swiglu_limit, FP8_GROUPS.get(choice.profile), dx=x, dweights=weights
         )
     dx, dweights = moe_reference.backward(_rules(choice), dy, *tensors[:4], _weights(tensors), swiglu_limit)
     return dx.bfloat16(), dweights

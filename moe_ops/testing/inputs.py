@@ -89,13 +89,14 @@ def mega_moe_inputs(
 ) -> MegaMoEInputs:
     """Normal activations and weights scaled by fan-in, a top-k of random scores, softmax routing weights.
 
-    Drawn on the CPU, so that every device gets the same values for one seed.
+    Activations and routing are drawn on the CPU and do not depend on `device`; weights are drawn there.
 
     Args:
-        weights: "fp8" (quantised on `device`, expert by expert) or "bf16".
+        weights: "fp8" (quantised, expert by expert) or "bf16".
         masked: the share of slots that are -1; their routing weights are NaN.
     """
     generator = torch.Generator().manual_seed(seed)
+    weight_generator = torch.Generator(device).manual_seed(seed + 1)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -108,7 +109,8 @@ def mega_moe_inputs(
             blocks = -(-rows // 128), -(-columns // 128)
             scales = torch.empty(experts, *blocks, dtype=torch.float32, device=device)
         for expert in range(experts):
-            value = (normal(rows, columns) * columns**-0.5).to(device)
+            value = torch.randn(rows, columns, generator=weight_generator, dtype=torch.float32, device=device)
+            value *= columns**-0.5
             if scales is None:
                 codes[expert] = value
             else:
