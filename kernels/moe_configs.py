@@ -72,13 +72,16 @@ class Family:
     tiles: tuple[tuple[float, MoeTile], ...]
 
     def shared_memory(self, tile: MoeTile) -> int:
-        """Bytes a block needs at most: the tiles of the pipeline, and a weight tile that is widened."""
-        rows = tile.block_m * tile.block_k * self.row_bytes
-        weights = self.weights * tile.block_n * tile.block_k * self.weight_bytes
-        widened = 0
-        if self.weight_bytes < self.row_bytes and not tile.swap:
-            widened = tile.block_n * tile.block_k * self.row_bytes
-        return (rows + weights) * tile.num_stages + widened + 1024
+        """Bytes a block needs at most: the tiles of the pipeline and, where fp8 is widened, one bf16 tile.
+
+        A weight that is widened passes through registers, so that its pipeline is one tile shorter.
+        """
+        widens = self.weight_bytes < self.row_bytes
+        rows = tile.block_m * tile.block_k * self.row_bytes * tile.num_stages
+        weight = tile.block_n * tile.block_k * self.weight_bytes
+        weights = self.weights * weight * (tile.num_stages - widens)
+        widened = tile.block_n * tile.block_k * self.row_bytes if widens and not tile.swap else 0
+        return rows + weights + widened + 1024
 
 
 _ANY = float("inf")
@@ -149,8 +152,8 @@ FAMILIES = {
         tiles=(
             (8, MoeTile(16, 64, 128, 4, 4, blocks=3, swap=True)),
             (32, MoeTile(32, 128, 128, 4, 3, blocks=2, swap=True)),
-            (128, MoeTile(64, 128, 128, 8, 3, blocks=2, swap=True)),
-            (_ANY, MoeTile(128, 128, 128, 8, 3)),
+            (70, MoeTile(64, 128, 128, 8, 3, blocks=2, swap=True)),
+            (_ANY, MoeTile(128, 64, 128, 4, 3, blocks=2, swap=True)),
             (_ANY, MoeTile(64, 128, 128, 4, 2, tma=False)),
         ),
     ),
@@ -159,9 +162,9 @@ FAMILIES = {
         row_bytes=2,
         weight_bytes=2,
         tiles=(
-            (16, MoeTile(16, 64, 128, 4, 4)),
-            (64, MoeTile(64, 64, 64, 4, 4, blocks=2)),
-            (_ANY, MoeTile(128, 128, 64, 8, 3)),
+            (8, MoeTile(16, 64, 128, 4, 3, blocks=2, swap=True)),
+            (70, MoeTile(64, 64, 64, 4, 3, blocks=3)),
+            (_ANY, MoeTile(128, 128, 64, 8, 4)),
             (16, MoeTile(16, 64, 64, 4, 3, tma=False)),
             (_ANY, MoeTile(64, 64, 64, 4, 3, tma=False)),
         ),
@@ -171,9 +174,9 @@ FAMILIES = {
         row_bytes=2,
         weight_bytes=2,
         tiles=(
-            (16, MoeTile(16, 64, 128, 4, 5)),
-            (64, MoeTile(64, 128, 64, 4, 4, blocks=2)),
-            (_ANY, MoeTile(128, 128, 64, 8, 4)),
+            (8, MoeTile(16, 64, 128, 4, 4, blocks=2)),
+            (70, MoeTile(64, 128, 64, 4, 4, blocks=2)),
+            (_ANY, MoeTile(128, 128, 64, 4, 3, blocks=2)),
             (16, MoeTile(16, 64, 64, 4, 3, tma=False)),
             (_ANY, MoeTile(64, 64, 64, 4, 3, tma=False)),
         ),
@@ -183,8 +186,9 @@ FAMILIES = {
         row_bytes=2,
         weight_bytes=2,
         tiles=(
-            (16, MoeTile(16, 64, 64, 4, 4)),
-            (_ANY, MoeTile(64, 64, 64, 4, 4)),
+            (8, MoeTile(16, 64, 64, 4, 4, blocks=2)),
+            (150, MoeTile(64, 64, 64, 4, 4, blocks=2)),
+            (_ANY, MoeTile(128, 64, 64, 8, 4)),
             (16, MoeTile(16, 64, 64, 4, 3, tma=False)),
             (_ANY, MoeTile(64, 64, 64, 4, 2, tma=False)),
         ),
@@ -194,9 +198,9 @@ FAMILIES = {
         row_bytes=2,
         weight_bytes=2,
         tiles=(
-            (16, MoeTile(16, 64, 128, 4, 5)),
-            (64, MoeTile(64, 128, 64, 4, 4, blocks=2)),
-            (_ANY, MoeTile(128, 128, 64, 8, 4)),
+            (8, MoeTile(16, 64, 128, 4, 4, blocks=2)),
+            (70, MoeTile(64, 128, 64, 4, 4, blocks=2)),
+            (_ANY, MoeTile(128, 256, 64, 8, 3)),
             (16, MoeTile(16, 64, 64, 4, 3, tma=False)),
             (_ANY, MoeTile(64, 64, 64, 4, 3, tma=False)),
         ),

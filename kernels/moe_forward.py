@@ -61,22 +61,29 @@ def _moe_gate_up_kernel(
         g, u = moe_gate_up_tile(
             x, x_scale_ptr, w, expert, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, ALIGNED
         )
-        h_rows = row + tl.arange(0, BLOCK_M)
-        columns = column + tl.arange(0, BLOCK_N)
-        inside = columns < intermediate
-        weights = tl.load(row_weights_ptr + h_rows, mask=h_rows < end, other=0.0)
-        h = tl.where(inside[None, :], swiglu_tile(g, u, limit) * weights[:, None], 0.0)
-        pointers = h_ptr + h_rows.to(tl.int64)[:, None] * intermediate + columns[None, :]
-        mask = (h_rows < end)[:, None] & inside[None, :]
-        if GROUP == 0:
-            tl.store(pointers, h.to(tl.bfloat16), mask=mask)
-        else:
-            codes, scales = requantize_tile(h, GROUP)
-            tl.store(pointers, codes, mask=mask)
-            groups = column // GROUP + tl.arange(0, BLOCK_N // GROUP)
-            pointers = h_scale_ptr + groups.to(tl.int64)[None, :] * rows + h_rows[:, None]
-            mask = (h_rows < end)[:, None] & (groups < tl.cdiv(intermediate, GROUP))[None, :]
-            tl.store(pointers, scales, mask=mask)
+        tile_rows = row + tl.arange(0, BLOCK_M)
+        weights = tl.load(row_weights_ptr + tile_rows, mask=tile_rows < end, other=0.0)
+        a = swiglu_tile(g, u, limit) * weights[:, None]
+        _store_activation(a, h_ptr, h_scale_ptr, row, end, column, rows, intermediate, GROUP)
+
+
+@triton.jit
+def _store_activation(a, h_ptr, h_scale_ptr, row, end, column, rows, intermediate, GROUP: tl.constexpr):
+    """Rows row .. end - 1 of one tile of h: bf16, or codes and the scales of `GROUP` columns."""
+    h_rows = row + tl.arange(0, a.shape[0])
+    columns = column + tl.arange(0, a.shape[1])
+    inside = columns < intermediate
+    pointers = h_ptr + h_rows.to(tl.int64)[:, None] * intermediate + columns[None, :]
+    mask = (h_rows < end)[:, None] & inside[None, :]
+    if GROUP == 0:
+        tl.store(pointers, a.to(tl.bfloat16), mask=mask)
+    else:
+        codes, scales = requantize_tile(tl.where(inside[None, :], a, 0.0), GROUP)
+        tl.store(pointers, codes, mask=mask)
+        groups = column // GROUP + tl.arange(0, a.shape[1] // GROUP)
+        pointers = h_scale_ptr + groups.to(tl.int64)[None, :] * rows + h_rows[:, None]
+        mask = (h_rows < end)[:, None] & (groups < tl.cdiv(intermediate, GROUP))[None, :]
+        tl.store(pointers, scales, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])

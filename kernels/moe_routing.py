@@ -146,7 +146,7 @@ def launch_moe_routing(topk_idx: Tensor, experts: int) -> Routing:
             blocks,
             experts,
             BINS=bins,
-            ROWS=max(1, _SCAN // bins),
+            ROWS=min(triton.next_power_of_2(blocks), max(1, _SCAN // bins)),
             num_warps=8,
         )
     return routing

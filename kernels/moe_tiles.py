@@ -95,17 +95,25 @@ def load_expert_tile(
 
 @triton.jit
 def weight_scale_tile(w, expert, n, k, BLOCK_N: tl.constexpr, WEIGHT_NK: tl.constexpr, ALIGNED: tl.constexpr):
-    """The scale of columns n.. at k: one number where `ALIGNED` (no 128-block border inside), else [BLOCK_N]."""
+    """The scale of columns n.. at k: one number where `ALIGNED` (no 128-block border inside), else [BLOCK_N].
+
+    At most one border lies inside, so that two scalar loads do.
+    """
     pointer = w[6] + expert.to(tl.int64) * w[7]
+    block = n // 128
     column_count = w[1] if WEIGHT_NK else w[2]
-    if ALIGNED:
-        block = n // 128
-    else:
-        block = tl.minimum(n + tl.arange(0, BLOCK_N), column_count - 1) // 128
+    last = tl.minimum(block + 1, (column_count - 1) // 128)
     if WEIGHT_NK:
-        return tl.load(pointer + block * w[8] + k // 128)
+        first_pointer = pointer + block * w[8] + k // 128
+        last_pointer = pointer + last * w[8] + k // 128
     else:
-        return tl.load(pointer + (k // 128) * w[8] + block)
+        first_pointer = pointer + (k // 128) * w[8] + block
+        last_pointer = pointer + (k // 128) * w[8] + last
+    if ALIGNED:
+        return tl.load(first_pointer)
+    else:
+        columns = n + tl.arange(0, BLOCK_N)
+        return tl.where(columns < (block + 1) * 128, tl.load(first_pointer), tl.load(last_pointer))
 
 
 @triton.jit

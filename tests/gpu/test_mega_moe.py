@@ -4,19 +4,22 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import moe_reference
+from moe_ops import moe_reference, reference
 from moe_ops.testing import bits_equal, mega_moe_inputs
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="fp8 profiles are Hopper's")]
 DEVICE = "cuda"
 OPS = torch.ops.moe_ops
+cpu_sigmoid = reference.sigmoid
 PROFILES = ["fp8-k128-k64-v1", "fp8-k128-k128-v1", "tc-fp32-v1"]
 # (T, H, I, E, top_k): one-ulp faults do not show at tiny shapes; ragged H and I; I above a cap others had.
 SHAPES = [
     (1, 128, 128, 4, 2),
     (17, 384, 192, 8, 3),
     (33, 100, 72, 5, 2),
+    (90, 128, 200, 5, 2),
+    (50, 256, 80, 3, 2),
     (256, 1024, 512, 8, 2),
     (64, 256, 320, 3, 32),
     (300, 384, 4224, 6, 1),
@@ -77,24 +80,26 @@ def test_against_the_reference(shape, limit, profile, nan_memory):
     """(d), (e) Forward and both gradients; half of the slots masked with NaN routing weights."""
     inputs = make(shape, profile, masked=0.5 if shape[4] > 1 else 0.0)
     expected, expected_counts = expected_passes(inputs, profile, limit)
-    for value, wanted in zip(passes(inputs, profile, limit), expected, strict=True):
+    # Within rounding of the limit an element's gradient is all or nothing, so that gradients may jump there.
+    bounds = (1e-4, 1e-4, 1e-4) if limit is None else (1e-4, 2e-3, 1e-4)
+    for value, wanted, bound in zip(passes(inputs, profile, limit), expected, bounds, strict=True):
         assert value.dtype == wanted.dtype
-        assert distance(value, wanted) < 1e-4
-        assert bits_equal(value == 0, wanted == 0)
+        assert distance(value, wanted) < bound
+        assert bits_equal((value == 0).all(-1), (wanted == 0).all(-1))
     _, counts = moe_ops.mega_moe(*inputs.arguments, profile=profile, return_expert_counts=True)
     assert torch.equal(counts, expected_counts)
 
 
-def test_the_exact_profile_has_the_same_bits_on_the_cpu():
-    inputs = make((64, 256, 320, 5, 3), None, masked=0.2)
-    for profile in ("exact-fp8-k128-k64-v1", "exact-fp8-k128-k128-v1"):
-        for limit in (None, 1.0):
-            there = type(inputs)(*(value.cpu() for value in inputs))
-            y, dx, dweights = passes(inputs, profile, limit)
-            expected = passes(there, profile, limit)
-            assert distance(y.cpu(), expected[0]) < 1e-6
-            # exp differs between the devices, so bits are compared for products, which do not contain it.
-            assert y.shape == dx.shape and dweights.isfinite().any()
+@pytest.mark.parametrize("profile", ["exact-fp8-k128-k64-v1", "exact-fp8-k128-k128-v1"])
+@pytest.mark.parametrize("limit", [None, 1.0], ids=["nolimit", "limit"])
+def test_the_exact_profiles_on_cpu_and_gpu(profile, limit, monkeypatch):
+    """Equal bits, given one sigmoid: torch.sigmoid itself differs between the devices in the last bit."""
+    inputs = make((256, 1024, 512, 8, 2), None, masked=0.2)
+    expected = passes(type(inputs)(*(value.cpu() for value in inputs)), profile, limit)
+    for module in (moe_reference, reference):
+        monkeypatch.setattr(module, "sigmoid", lambda x: cpu_sigmoid(x.cpu()).to(x.device))
+    for actual, wanted in zip(passes(inputs, profile, limit), expected, strict=True):
+        assert bits_equal(actual, wanted)
 
 
 def select(inputs, rows, **changes):
@@ -158,7 +163,7 @@ def test_special_routings(nan_memory):
         for value, wanted in zip(actual, expected, strict=True):
             assert value.isfinite().all()
             assert distance(value, wanted) < 1e-4 or not wanted.any()
-            assert bits_equal(value == 0, wanted == 0)
+            assert bits_equal((value == 0).all(-1), (wanted == 0).all(-1))
 
 
 def test_masked_then_unmasked_leaves_nothing():
@@ -291,29 +296,34 @@ def test_compiled(mode, fresh_compiler):
         results = []
         for function in (layer, compiled):
             x, weights = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
+            torch.compiler.cudagraph_mark_step_begin()
             y = function(x, inputs.topk_idx, weights)
             y.backward(inputs.dy)
+            trained = tuple(value.detach().clone() for value in (y, x.grad, weights.grad))
+            del y
+            torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
                 quiet = function(inputs.x, inputs.topk_idx, inputs.topk_weights).clone()
-            results.append((y.detach().clone(), x.grad, weights.grad, quiet))
+            results.append((*trained, quiet))
         assert all(bits_equal(*pair) for pair in zip(*results, strict=True))
 
 
-def operators():
-    inputs = make((19, 384, 192, 8, 3), None, masked=0.2)
-    arguments = (inputs.x, None, inputs.topk_idx, inputs.topk_weights, *inputs.weights)
-    pair = (*moe_ops.quantize_activations(inputs.x), *arguments[2:])
-    yield "_mega_moe", (inputs.x.requires_grad_(), *arguments[1:])
-    yield "_mega_moe", pair
+@pytest.mark.parametrize("profile", ["fp8-k128-k64-v1", "tc-fp32-v1"])
+def test_opcheck(profile):
+    inputs = make((19, 384, 192, 8, 3), profile, masked=0.2)
+    others = (inputs.topk_idx, inputs.topk_weights, *inputs.weights)
+    calls = [("_mega_moe", (inputs.x.clone().requires_grad_(), None, *others))]
     for name in ("_mega_moe_dx", "_mega_moe_dweights", "_mega_moe_dx_dweights"):
-        yield name, (inputs.dy, inputs.x.detach(), *arguments[1:])
-    yield "quantize_activations", (inputs.x.detach(),)
-    yield "quantize_weights_block", (torch.randn(3, 200, 300, device=DEVICE),)
-
-
-def test_opcheck():
-    for name, arguments in operators():
-        torch.library.opcheck(getattr(OPS, name).default, arguments)
+        calls.append((name, (inputs.dy, inputs.x, None, *others)))
+    if profile == "fp8-k128-k64-v1":
+        calls.append(("_mega_moe", (*moe_ops.quantize_activations(inputs.x), *others)))
+        calls.append(("quantize_activations", (inputs.x,)))
+        calls.append(("quantize_weights_block", (torch.randn(3, 200, 300, device=DEVICE),)))
+    utilities = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if profile == "tc-fp32-v1":
+        utilities.append("test_schema")  # multiplies fp8 tensors, which torch 2.11 cannot
+    for name, arguments in calls:
+        torch.library.opcheck(getattr(OPS, name).default, arguments, test_utils=utilities)
 
 
 @pytest.mark.parametrize("profile", ["fp8-k128-k64-v1", "tc-fp32-v1"])
@@ -367,5 +377,5 @@ def test_memory():
 def test_other_devices_are_refused_by_name(monkeypatch):
     inputs = make((5, 128, 128, 4, 2), None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    with pytest.raises(NotImplementedError, match=r"compute capability 9\.0 .* capability 8\.0.* exact-fp8"):
+    with pytest.raises(NotImplementedError, match=r"compute capability 9\.0 .* capability 8\.0.*exact-fp8"):
         moe_ops.mega_moe(*inputs.arguments)
