@@ -79,7 +79,8 @@ class Family:
         widens = self.weight_bytes < self.row_bytes
         rows = tile.block_m * tile.block_k * self.row_bytes * tile.num_stages
         weight = tile.block_n * tile.block_k * self.weight_bytes
-        weights = self.weights * weight * (tile.num_stages - widens)
+        shorter = widens and self.weights == 1  # where two weights share the kernel, one is not widened
+        weights = self.weights * weight * (tile.num_stages - shorter)
         widened = tile.block_n * tile.block_k * self.row_bytes if widens and not tile.swap else 0
         return rows + weights + widened + 1024
 
@@ -190,7 +191,7 @@ FAMILIES = {
             (150, MoeTile(64, 64, 64, 4, 4, blocks=2)),
             (_ANY, MoeTile(128, 64, 64, 8, 4)),
             (16, MoeTile(16, 64, 64, 4, 3, tma=False)),
-            (_ANY, MoeTile(64, 64, 64, 4, 2, tma=False)),
+            (_ANY, MoeTile(64, 64, 64, 8, 2, tma=False)),
         ),
     ),
     "dx_bf16": Family(

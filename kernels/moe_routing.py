@@ -58,6 +58,7 @@ def _store_offsets(totals, counts_ptr, offsets_ptr, experts, BINS: tl.constexpr)
 def _moe_count_kernel(
     topk_idx_ptr,
     histogram_ptr,
+    block_offsets_ptr,
     ranks_ptr,
     counts_ptr,
     offsets_ptr,
@@ -86,24 +87,33 @@ def _moe_count_kernel(
     bins = tl.arange(0, BINS)
     if SINGLE:
         _store_offsets(histogram, counts_ptr, offsets_ptr, experts, BINS)
-        tl.store(histogram_ptr + bins, tl.zeros((BINS,), tl.int32))
+        tl.store(block_offsets_ptr + bins, tl.zeros((BINS,), tl.int32))
     else:
         tl.store(histogram_ptr + tl.program_id(0) * BINS + bins, histogram)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _moe_scan_kernel(
-    histogram_ptr, counts_ptr, offsets_ptr, blocks, experts, BINS: tl.constexpr, ROWS: tl.constexpr
+    histogram_ptr,
+    block_offsets_ptr,
+    counts_ptr,
+    offsets_ptr,
+    blocks,
+    experts,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """One program: histograms become exclusive sums over blocks, in place; their totals become offsets."""
+    """One program: exclusive sums of the histograms over blocks; their totals become offsets."""
     bins = tl.arange(0, BINS)
     totals = tl.zeros((BINS,), tl.int32)
     for start in range(0, blocks, ROWS):
         rows = start + tl.arange(0, ROWS)
-        pointers = histogram_ptr + rows[:, None] * BINS + bins[None, :]
+        position = rows[:, None] * BINS + bins[None, :]
         mask = (rows < blocks)[:, None]
-        histogram = tl.load(pointers, mask=mask, other=0)
-        tl.store(pointers, totals[None, :] + tl.cumsum(histogram, 0) - histogram, mask=mask)
+        histogram = tl.load(histogram_ptr + position, mask=mask, other=0)
+        tl.store(
+            block_offsets_ptr + position, totals[None, :] + tl.cumsum(histogram, 0) - histogram, mask=mask
+        )
         totals += tl.sum(histogram, 0)
     _store_offsets(totals, counts_ptr, offsets_ptr, experts, BINS)
 
@@ -117,11 +127,13 @@ def launch_moe_routing(topk_idx: Tensor, experts: int) -> Routing:
     def new(*shape: int) -> Tensor:
         return topk_idx.new_empty(shape, dtype=torch.int32)
 
+    histogram = new(blocks, bins) if blocks > 1 else None
     routing = Routing(new(experts + 1), new(experts), new(blocks, bins), new(count), bins)
     launch(
         _moe_count_kernel,
         (blocks,),
         topk_idx,
+        histogram,
         routing.block_offsets,
         routing.ranks,
         routing.counts,
@@ -140,6 +152,7 @@ def launch_moe_routing(topk_idx: Tensor, experts: int) -> Routing:
         launch(
             _moe_scan_kernel,
             (1,),
+            histogram,
             routing.block_offsets,
             routing.counts,
             routing.offsets,

@@ -98,7 +98,7 @@ def test_leading_dimensions(variant, leading):
 def test_what_this_build_does_not_have_is_refused_by_name():
     inputs = shared_expert_inputs(3, 128, 64, device="cuda")
     for options, message in (
-        ({"profile": "cpu-fp32-v1"}, "got 'cpu-fp32-v1'.*'fp32-serial-v1', 'tc-fp32-v1'"),
+        ({"profile": "cpu-fp32-v1"}, "got 'cpu-fp32-v1'.*'tc-fp32-v1', 'fp32-serial-v1'"),
         ({"backend": "reference"}, "backend must be one that computes profile 'tc-fp32-v1'.*'triton'"),
         ({"profile": "fp32-serial-v1", "backend": "cuda"}, "Pass None or one of 'triton', 'reference'"),
     ):
