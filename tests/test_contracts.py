@@ -137,7 +137,7 @@ CASES = [
         [
             "profile must be one that this build computes on cpu",
             "'tc-fp32-v1'",
-            "'fp32-serial-v1', 'cpu-fp32-v1'",
+            "'cpu-fp32-v1', 'fp32-serial-v1'",
         ],
     ),
     (

@@ -285,6 +285,16 @@ def test_provenance_round_trip():
 
 
 def test_profiles():
-    assert moe_ops.profiles() == ("fp32-serial-v1", "tc-fp32-v1", "cpu-fp32-v1")
-    assert moe_ops.profiles("cpu") == ("fp32-serial-v1", "cpu-fp32-v1")
-    assert moe_ops.profiles("cuda") == ("fp32-serial-v1", "tc-fp32-v1")
+    """By device in a fixed order; with a layer too, the default first."""
+    fp8 = ("fp8-k128-k64-v1", "fp8-k128-k128-v1")
+    exact = tuple(f"exact-{name}" for name in fp8)
+    assert moe_ops.profiles() == ("fp32-serial-v1", "tc-fp32-v1", "cpu-fp32-v1", *fp8, *exact)
+    assert moe_ops.profiles("cpu") == ("fp32-serial-v1", "cpu-fp32-v1", *exact)
+    assert moe_ops.profiles("cuda") == ("fp32-serial-v1", "tc-fp32-v1", *fp8, *exact)
+    assert moe_ops.profiles("cpu", "shared_expert_mlp") == ("cpu-fp32-v1", "fp32-serial-v1")
+    assert moe_ops.profiles("cuda", "mega_moe") == (*fp8, *exact)
+    assert moe_ops.profiles("cpu", "mega_moe_bf16")[0] == moe_ops.provenance(layer="mega_moe_bf16").profile
+    assert moe_ops.profiles(layer="mega_moe") == (*fp8, *exact)
+    for function in (lambda: moe_ops.profiles(layer="moe"), lambda: moe_ops.provenance(layer="moe")):
+        with pytest.raises(ValueError, match="layer must be .*mega_moe"):
+            function()
