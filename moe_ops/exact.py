@@ -47,48 +47,73 @@ def block_scaled_gradient(dy: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """fp32 `a * b + c`, rounded once: the product is exact in fp64, the sum is rounded to odd before fp32."""
-    return _sum_to_odd(a.double() * b.double(), c.double()).float()
+    """fp32 `a * b + c`, rounded once: the product is exact in fp64."""
+    return _sum_in_fp32(a.double() * b.double(), c.double())
 
 
 def _exact_partial(dy: Tensor, w: Tensor) -> Tensor:
     """The sum over at most 128 products of bf16 and e4m3, rounded once to fp32.
 
     bf16 covers 261 binades, so the values are split into windows of 20 on a fixed grid: 28 bits of dy, 18 of
-    w and 7 of the sum are exact in fp64. The windows' sums are added as pairs of fp64 (106 bits).
+    w and 7 of the sum are exact in fp64. The windows' sums, lowest first, become an expansion: fp64 numbers
+    that do not overlap and whose sum is exact (Shewchuk, "Adaptive Precision Floating-Point Arithmetic",
+    1997).
     """
     dy = _double(dy)
     exponent = torch.frexp(dy).exponent - 1
-    high = dy.new_zeros(dy.shape[0], w.shape[1])
-    low = torch.zeros_like(high)
+    finite = dy.isfinite()
+    expansion: list[Tensor] = []
     for start in range(_LOWEST, _HIGHEST + 1, _WINDOW):
-        inside = (exponent >= start) & (exponent < start + _WINDOW) & (dy != 0)
+        inside = (exponent >= start) & (exponent < start + _WINDOW) & (dy != 0) & finite
         if inside.any():
-            window = torch.where(inside, dy, 0.0) @ w
-            total = high + window
-            low = low + _error(high, window, total)
-            high = total
-    not_finite = ~dy.isfinite()
-    if not_finite.any():
-        high = high + torch.where(not_finite, dy, 0.0) @ w
-    return _sum_to_odd(high, low).float()
+            _grow(expansion, torch.where(inside, dy, 0.0) @ w)
+    special = torch.where(finite, 0.0, dy) @ w  # also the product of a zero and a NaN
+    if not expansion:
+        return special.float()
+    total, *others = expansion
+    for part in others[:-1]:
+        total = _sum_to_odd(total, part)
+    result = _sum_in_fp32(total, others[-1]) if others else total.float()
+    return torch.where(special == 0, result, result + special.float())
+
+
+def _grow(expansion: list[Tensor], value: Tensor) -> None:
+    """Add `value` to an expansion, whose parts ascend in magnitude."""
+    for index, part in enumerate(expansion):
+        total = value + part
+        expansion[index] = _error(value, part, total)
+        value = total
+    expansion.append(value)
+
+
+def _sum_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a + b of fp64 numbers, rounded once to fp32.
+
+    fp64 first and fp32 then gives another result only where the fp64 sum is inexact and lies halfway between
+    two fp32 numbers. There, and where fp32 is subnormal, the fp64 sum is rounded to odd instead.
+    """
+    total = a + b
+    result = total.float()
+    halfway = (total.view(torch.int64) & 0x1FFFFFFF) == 0x10000000
+    doubtful = (halfway | (total.abs() < 2.0**-125)) & (total != 0)
+    if doubtful.any():
+        result[doubtful] = _sum_to_odd(a[doubtful], b[doubtful]).float()
+    return result
 
 
 def _sum_to_odd(a: Tensor, b: Tensor) -> Tensor:
-    """a + b in fp64, rounded to odd, so that a further rounding to fp32 is the only one."""
+    """a + b of finite fp64 numbers; an inexact sum becomes the odd one of its two neighbours."""
     total = a + b
     error = _error(a, b, total)
     bits = total.view(torch.int64)
     away = torch.where((error > 0) == (total > 0), 1, -1)
-    bits = torch.where((error != 0) & (bits & 1 == 0), bits + away, bits)
-    return bits.view(torch.float64)
+    return torch.where((error != 0) & (bits & 1 == 0), bits + away, bits).view(torch.float64)
 
 
 def _error(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """What the fp64 addition lost (Knuth's TwoSum); 0 where the sum is not finite."""
+    """What the fp64 addition lost (Knuth's TwoSum)."""
     part = total - a
-    error = (a - (total - part)) + (b - part)
-    return torch.where(error.isfinite(), error, 0.0)
+    return (a - (total - part)) + (b - part)
 
 
 def _double(value: Tensor) -> Tensor:
