@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
 
 def choose(layer: str, op: str, device: torch.device, profile: str | None, backend: str | None) -> Choice:
-    """Resolve `profile` and `backend` for a layer of `LAYERS` on `device`; raise for what cannot be honoured."""
+    """What a layer of `LAYERS` runs on `device`; raises for what cannot be honoured."""
     check_names(op, profile, backend)
     kind = device.type
     if kind not in LAYERS[layer]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import contracts, moe_contracts, quant
+from . import contracts, moe_contracts, quant, quant_contracts
 
 
 def shared_expert_mlp(
@@ -75,7 +75,7 @@ def mega_moe(
     return_expert_counts: bool = False,
     validate_indices: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """MoE layer with frozen experts: dispatch, gate/up product, SwiGLU and requantisation, down product, combine.
+    """MoE layer with frozen experts: dispatch, gate/up product, SwiGLU, down product, combine.
 
     Row (t, slot) is expert `topk_idx[t, slot]`'s SwiGLU MLP of token t; the routing weight multiplies the
     activation before the second product. A token's rows are rounded to bf16 and summed in fp32 in slot order,
@@ -131,6 +131,7 @@ def mega_moe(
         moe_contracts.widened, (x_scale, w_gate_up_scale, w_down_scale)
     )
     if validate_indices:
+        moe_contracts.check_routing("mega_moe", topk_idx, w_gate_up)
         topk_idx = torch.ops.moe_ops._validated_indices(topk_idx, w_gate_up.shape[0])
     y, counts = torch.ops.moe_ops._mega_moe(
         values,
@@ -162,9 +163,11 @@ def quantize_activations(x: Tensor, group: int = 128) -> tuple[Tensor, Tensor]:
         codes [..., K] float8_e4m3fn and scales [..., ceil(K / group)] fp32, row-major.
 
     Raises:
-        TypeError, ValueError: a wrong type, dtype or size; an x that requires grad while grad mode is enabled.
+        TypeError, ValueError: a wrong type, dtype or size; an x that requires grad while grad mode is
+            enabled.
     """
-    moe_contracts.check_quantize("quantize_activations", x, 1, (group,))
+    quant_contracts.check_group("quantize_activations", group)
+    quant_contracts.check_quantize("quantize_activations", "x", x, 1)
     return torch.ops.moe_ops.quantize_activations(x, group)
 
 
@@ -181,16 +184,8 @@ def quantize_weights_block(w: Tensor, block: tuple[int, int] = (128, 128)) -> tu
     Raises:
         TypeError, ValueError: as `quantize_activations`.
     """
-    if not isinstance(block, tuple | list) or len(block) != 2:
-        contracts.fail(
-            TypeError,
-            "quantize_weights_block",
-            "block",
-            "a pair (rows, columns)",
-            repr(block),
-            "Pass two ints.",
-        )
-    moe_contracts.check_quantize("quantize_weights_block", w, 2, tuple(block))
+    quant_contracts.check_block("quantize_weights_block", block)
+    quant_contracts.check_quantize("quantize_weights_block", "w", w, 2)
     return torch.ops.moe_ops.quantize_weights_block(w, *block)
 
 
@@ -207,9 +202,9 @@ def dequantize_activations(codes: Tensor, scales: Tensor, group: int = 128) -> T
     Raises:
         TypeError, ValueError: a wrong type or shape.
     """
-    op, (*leading, columns) = "dequantize_activations", codes.shape
-    moe_contracts.check_scales(op, codes, scales, (*leading, -(-columns // group)))
-    return codes.float() * quant.widen_rows(scales.float(), columns, group)
+    quant_contracts.check_group("dequantize_activations", group)
+    quant_contracts.check_scales("dequantize_activations", codes, scales, (group,))
+    return codes.float() * quant.widen_rows(scales.float(), codes.shape[-1], group)
 
 
 def dequantize_weights_block(codes: Tensor, scales: Tensor, block: tuple[int, int] = (128, 128)) -> Tensor:
@@ -225,6 +220,6 @@ def dequantize_weights_block(codes: Tensor, scales: Tensor, block: tuple[int, in
     Raises:
         TypeError, ValueError: a wrong type or shape.
     """
-    op, (*leading, rows, columns) = "dequantize_weights_block", codes.shape
-    moe_contracts.check_scales(op, codes, scales, (*leading, -(-rows // block[0]), -(-columns // block[1])))
-    return codes.float() * quant.widen_blocks(scales.float(), rows, columns, block)
+    quant_contracts.check_block("dequantize_weights_block", block)
+    quant_contracts.check_scales("dequantize_weights_block", codes, scales, block)
+    return codes.float() * quant.widen_blocks(scales.float(), *codes.shape[-2:], block)

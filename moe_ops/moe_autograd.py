@@ -4,7 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from . import contracts, moe_contracts, moe_operators  # noqa: F401  (registers the operators named below)
+from . import (
+    contracts,
+    moe_contracts,
+    moe_operators,  # noqa: F401  (registers the operators named below)
+    quant_contracts,
+)
 from .moe_contracts import MoeTensors
 from .registration import LIBRARY, below_autograd, transform_of
 
@@ -63,11 +68,11 @@ def _backward_kernel(name: str) -> Callable:
     return kernel
 
 
-def _quantizer_kernel(name: str) -> Callable:
+def _quantizer_kernel(name: str, argument: str) -> Callable:
     op = getattr(_OPS, name).default
 
     def kernel(value, *sizes):
-        moe_contracts.check_not_differentiated(name, value)
+        quant_contracts.check_not_differentiated(name, argument, value)
         contracts.check_not_transformed(name, transform_of(value))
         return below_autograd(op, value, *sizes)
 
@@ -77,5 +82,5 @@ def _quantizer_kernel(name: str) -> Callable:
 LIBRARY.impl("_mega_moe", _forward_kernel, "Autograd")
 for _name in ("mega_moe_dx", "mega_moe_dweights", "mega_moe_dx_dweights"):
     LIBRARY.impl(f"_{_name}", _backward_kernel(_name), "Autograd")
-for _name in ("quantize_activations", "quantize_weights_block"):
-    LIBRARY.impl(_name, _quantizer_kernel(_name), "Autograd")
+for _name, _argument in (("quantize_activations", "x"), ("quantize_weights_block", "w")):
+    LIBRARY.impl(_name, _quantizer_kernel(_name, _argument), "Autograd")

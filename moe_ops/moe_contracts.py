@@ -45,28 +45,15 @@ def check_types(op: str, x: object, others: dict[str, object]) -> tuple[Tensor, 
     """(x, x_scale) of a bf16 tensor or a pair; types that an operator schema would refuse without a name."""
     pair = isinstance(x, tuple | list)
     if pair and not (len(x) == 2 and all(isinstance(part, Tensor) for part in x)):
+        required = "a bf16 tensor or a pair (x_fp8, x_scale) of tensors"
         got = f"a sequence ({', '.join(type_name(part) for part in x)})"
-        fail(
-            TypeError,
-            op,
-            "x",
-            "a bf16 tensor or a pair (x_fp8, x_scale) of tensors",
-            got,
-            "Pass two tensors.",
-        )
+        fail(TypeError, op, "x", required, got, "Pass two tensors.")
     if not pair:
         contracts.check_tensors(op, {"x": x})
         if x.dtype == E4M3:
             required = "a bf16 tensor or a pair (x_fp8, x_scale)"
-            got = "one tensor of torch.float8_e4m3fn"
-            fail(
-                TypeError,
-                op,
-                "x",
-                required,
-                got,
-                "Pass its scale too, as moe_ops.quantize_activations returns.",
-            )
+            remedy = "Pass its scale too, as moe_ops.quantize_activations returns it."
+            fail(TypeError, op, "x", required, f"one tensor of {E4M3}", remedy)
     for name in ("w_gate_up_scale", "w_down_scale"):
         if others[name] is None:
             weight = name.removesuffix("_scale")
@@ -113,49 +100,20 @@ def check_pair_needs_no_gradient(op: str, tensors: MoeTensors) -> None:
     for name in ("x", "x_scale"):
         if getattr(tensors, name).requires_grad:
             required = "without requires_grad where x is a pair: gradients then go to topk_weights only"
-            fail(
-                ValueError, op, name, required, "a tensor that requires grad", "Pass x in bf16, or detach it."
-            )
-
-
-def check_not_differentiated(op: str, value: Tensor) -> None:
-    """Quantising gives codes, which have no gradient."""
-    if torch.is_grad_enabled() and value.requires_grad:
-        required = "without requires_grad: codes and scales have no gradient"
-        remedy = "Detach it, or call under torch.no_grad()."
-        fail(ValueError, op, "the input", required, "a tensor that requires grad", remedy)
-
-
-def check_quantize(op: str, value: object, dims: int, block: tuple[object, ...]) -> None:
-    """A floating tensor of at least `dims` dimensions and positive block sizes."""
-    contracts.check_tensors(op, {"the input": value})
-    if value.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        required = "torch.bfloat16, torch.float16 or torch.float32"
-        fail(TypeError, op, "the input", required, str(value.dtype), "Cast it.")
-    contracts.check_strided(op, {"the input": value})
-    if value.dim() < dims:
-        fail(ValueError, op, "the input", f"of {dims} or more dimensions", shape_text(value), "Reshape it.")
-    if any(isinstance(size, bool) or not isinstance(size, int) for size in block):
-        fail(TypeError, op, "the group or block", "int", str(block), "Pass Python integers.")
-    if any(size < 1 for size in block):
-        fail(ValueError, op, "the group or block", "positive", str(block), "The contract's is 128.")
-
-
-def check_scales(op: str, codes: Tensor, scales: Tensor, shape: tuple[int, ...]) -> None:
-    """Codes are e4m3; scales are one fp32 (or e8m0) number per group."""
-    contracts.check_tensors(op, {"codes": codes, "scales": scales})
-    if codes.dtype != E4M3:
-        fail(TypeError, op, "codes", str(E4M3), str(codes.dtype), "Pass what the quantiser returned.")
-    if scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
-        required = "torch.float32 or torch.float8_e8m0fnu"
-        fail(TypeError, op, "scales", required, str(scales.dtype), "Pass what the quantiser returned.")
-    _check_shape(op, "scales", scales, shape, "one per group", "Pass what the quantiser returned.")
-    contracts.check_same_device(op, "codes", codes, {"scales": scales})
+            remedy = "Pass x in bf16, or detach it."
+            fail(ValueError, op, name, required, "a tensor that requires grad", remedy)
 
 
 def widened(scale: Tensor | None) -> Tensor | None:
     """Scales of powers of two (e8m0) in fp32, exactly."""
     return scale.float() if scale is not None and scale.dtype == torch.float8_e8m0fnu else scale
+
+
+def check_routing(op: str, topk_idx: Tensor, w_gate_up: Tensor) -> None:
+    """What `check_indices` needs to know before it reads."""
+    _check_index_dtype(op, topk_idx)
+    contracts.check_strided(op, {"topk_idx": topk_idx})
+    _check_experts(op, "w_gate_up", w_gate_up, "[E, 2I, H]")
 
 
 def check_indices(op: str, topk_idx: Tensor, experts: int) -> None:
@@ -178,9 +136,8 @@ def check_validation_in_capture(op: str, capturing: bool) -> None:
 def check_rows(op: str, rows: int) -> None:
     """Row numbers are 32-bit on the device. Not asked while tracing, where it would bound T."""
     if rows >= 2**31:
-        fail(
-            NotImplementedError, op, "topk_idx", "of fewer than 2^31 entries", str(rows), "Split the tokens."
-        )
+        required = "of fewer than 2^31 entries"
+        fail(NotImplementedError, op, "topk_idx", required, str(rows), "Split the tokens.")
 
 
 def check_gpu(op: str, choice: Choice, capability: tuple[int, int], hip: str | None) -> None:
@@ -190,10 +147,8 @@ def check_gpu(op: str, choice: Choice, capability: tuple[int, int], hip: str | N
         return
     if hip is not None or capability != (9, 0):
         got = f"ROCm {hip}" if hip is not None else f"capability {capability[0]}.{capability[1]}"
-        required = (
-            f"of compute capability 9.0 (Hopper) for profile '{choice.profile}': other GPUs give other bits"
-        )
-        remedy = f"Pass profile='exact-{choice.profile}' (slow, every device), or bf16 weights (profile 'tc-fp32-v1')."
+        required = f"of compute capability 9.0 for profile '{choice.profile}': other GPUs give other bits"
+        remedy = f"Pass profile='exact-{choice.profile}' (slow, every device), or bf16 weights."
         fail(NotImplementedError, op, "device", required, got, remedy)
 
 
@@ -234,9 +189,7 @@ def _check_dtypes(op: str, tensors: MoeTensors, dy: Tensor | None) -> bool:
             if value.dtype != dtype:
                 remedy = "Use moe_ops.quantize_activations."
                 fail(TypeError, op, name, str(dtype), str(value.dtype), remedy)
-    if tensors.topk_idx.dtype not in (torch.int32, torch.int64):
-        required = "torch.int32 or torch.int64"
-        fail(TypeError, op, "topk_idx", required, str(tensors.topk_idx.dtype), "Cast it.")
+    _check_index_dtype(op, tensors.topk_idx)
     if tensors.topk_weights.dtype != torch.float32:
         required, got = "torch.float32", str(tensors.topk_weights.dtype)
         remedy = "Cast them with .float(); moe_ops.MegaMoE does that."
@@ -246,11 +199,21 @@ def _check_dtypes(op: str, tensors: MoeTensors, dy: Tensor | None) -> bool:
     return fp8
 
 
+def _check_index_dtype(op: str, topk_idx: Tensor) -> None:
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        required = "torch.int32 or torch.int64"
+        fail(TypeError, op, "topk_idx", required, str(topk_idx.dtype), "Cast it.")
+
+
+def _check_experts(op: str, argument: str, weight: Tensor, layout: str) -> None:
+    if weight.dim() != 3 or 0 in weight.shape:
+        required = f"{layout}, none of them 0"
+        fail(ValueError, op, argument, required, shape_text(weight), "Stack the experts.")
+
+
 def _check_shapes(op: str, tensors: MoeTensors, dy: Tensor | None) -> None:
-    for name, layout in (("w_gate_up", "[E, 2I, H]"), ("w_down", "[E, H, I]")):
-        weight = getattr(tensors, name)
-        if weight.dim() != 3 or 0 in weight.shape:
-            fail(ValueError, op, name, f"{layout}, none of them 0", shape_text(weight), "Stack the experts.")
+    _check_experts(op, "w_gate_up", tensors.w_gate_up, "[E, 2I, H]")
+    _check_experts(op, "w_down", tensors.w_down, "[E, H, I]")
     experts, double, hidden = tensors.w_gate_up.shape
     if double % 2:
         required = "[E, 2I, H]: gate rows, then as many up rows"
@@ -301,8 +264,6 @@ def _check_layouts(op: str, tensors: MoeTensors) -> None:
         _, rows, columns = value.shape
         row_stride, column_stride = value.stride()[1:]
         if (columns > 1 and column_stride != 1) or (rows > 1 and row_stride < columns):
-            remedy = (
-                _TRANSPOSED if name.endswith("scale") else "Store the weight as [E, out, in], contiguous."
-            )
+            remedy = _TRANSPOSED if name.endswith("scale") else "Store it as [E, out, in], contiguous."
             required = "row-major, its last axis contiguous"
             fail(ValueError, op, name, required, f"strides {list(value.stride())}", remedy)

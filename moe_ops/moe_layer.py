@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.hub import tqdm  # the real one where it is installed
 
-from . import contracts, moe_contracts
+from . import contracts, quant_contracts
 from .functional import mega_moe, quantize_weights_block
 
 WEIGHT_FORMATS = ("fp8", "bf16")
@@ -100,11 +100,10 @@ class MegaMoE(nn.Module):
         """
         op = "MegaMoE.from_bf16"
         for name, value in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-            moe_contracts.check_quantize(op, value, 3, ())
+            quant_contracts.check_quantize(op, name, value, 3)
             if value.dim() != 3:
-                contracts.fail(
-                    ValueError, op, name, "[E, out, in]", contracts.shape_text(value), "Stack them."
-                )
+                got = contracts.shape_text(value)
+                contracts.fail(ValueError, op, name, "[E, out, in]", got, "Stack the experts.")
         experts, double, hidden = gate_up_proj.shape
         if double % 2 or tuple(down_proj.shape) != (experts, hidden, double // 2):
             required = f"[E, H, I] = {[experts, hidden, double // 2]}, as gate_up_proj is [E, 2I, H]"

@@ -1,5 +1,6 @@
-"""The MoE layer's operators and the quantisers: schemas, implementations, fakes, autocast. Gradients: `moe_autograd.py`.
+"""The MoE layer's operators and the quantisers: schemas, implementations, fakes, autocast.
 
+Gradients are in `moe_autograd.py`.
 The arguments x .. w_down_scale of every MoE operator are a `MoeTensors`, in its order. Outputs are row-major.
 """
 
@@ -179,8 +180,9 @@ def _autocast_kernel(op: Callable, device_type: str) -> Callable:
 
 
 _ARGUMENTS = (
-    "Tensor x, Tensor? x_scale, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor? w_gate_up_scale, "
-    "Tensor w_down, Tensor? w_down_scale, *, float? swiglu_limit=None, str? profile=None, str? backend=None"
+    "Tensor x, Tensor? x_scale, Tensor topk_idx, Tensor topk_weights, "
+    "Tensor w_gate_up, Tensor? w_gate_up_scale, Tensor w_down, Tensor? w_down_scale, *, "
+    "float? swiglu_limit=None, str? profile=None, str? backend=None"
 )
 
 _FORWARD = register(
@@ -215,7 +217,8 @@ register(
     _row_quantizer_vmap,
 )
 register(
-    "quantize_weights_block(Tensor w, int block_rows=128, int block_columns=128) -> (Tensor codes, Tensor scales)",
+    "quantize_weights_block(Tensor w, int block_rows=128, int block_columns=128) "
+    "-> (Tensor codes, Tensor scales)",
     _quantize_weights_block,
     _quantize_weights_block_fake,
     _block_quantizer_vmap,

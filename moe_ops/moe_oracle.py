@@ -1,4 +1,4 @@
-"""The MoE layer's oracle as public functions, with a backward: the arithmetic of `exact-fp8-*`, on every device."""
+"""The MoE layer's oracle as public functions: the arithmetic of `exact-fp8-*`, on every device."""
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ def mega_moe_reference(
     profile: str | None = None,
     return_expert_counts: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The oracle of the MoE layer: slow, readable, the same text on CPU and CUDA. Reads the routing on the host.
+    """The oracle of the MoE layer: slow, readable, the same text on CPU and CUDA.
 
     With fp8 weights its bits are the same on every device and for every T. Differentiable in x and
-    topk_weights.
+    topk_weights. Reads the routing on the host.
 
     Args:
         x, topk_idx, topk_weights, w_gate_up, w_gate_up_scale, w_down, w_down_scale, swiglu_limit,

@@ -145,7 +145,7 @@ def tree_sum(products: Tensor) -> Tensor:
 
 
 def combine(slots: Tensor, topk_idx: Tensor, experts: int) -> Tensor:
-    """[T, H] fp32: the sum of [T, top_k, H] over slots, ascending from +0, without masked and dropped slots."""
+    """[T, H] fp32: the sum of [T, top_k, H] over slots, ascending from +0; others than experts skipped."""
     total = slots.new_zeros(slots.shape[0], slots.shape[2])
     for slot, expert in zip(slots.unbind(1), topk_idx.unbind(1), strict=True):
         valid = (expert >= 0) & (expert < experts)

@@ -29,8 +29,8 @@ _EXACT_PROMISE = "the same bits on every device, for every T"
 
 def _fp8_profile(name: str, group: int, partial: str, promise: str) -> NumericProfile:
     reduction = (
-        f"e4m3 codes; k blocks of 128 in the first product and of {group} in the second, ascending: {partial} "
-        "from +0, then acc = fma(partial, scale, acc)"
+        f"e4m3 codes; k blocks of 128 in the first product and of {group} in the second, ascending: "
+        f"{partial} from +0, then acc = fma(partial, scale, acc)"
     )
     return NumericProfile(name, reduction, promise)
 
@@ -87,7 +87,7 @@ LAYERS: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "cuda": {"tc-fp32-v1": ("triton",), "fp32-serial-v1": ("reference",)},
     },
 }
-"""Layer -> device type -> the profiles of this build, the default first -> their backends, the preferred first.
+"""Layer -> device type -> the profiles of this build, the default first -> backends, the preferred first.
 
 `mega_moe` is the MoE layer with fp8 weights, `mega_moe_bf16` the one with bf16 weights.
 """

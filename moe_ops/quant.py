@@ -58,14 +58,22 @@ def quantize_blocks(w: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 def widen_rows(scales: Tensor, columns: int, group: int) -> Tensor:
     """Scales [..., ceil(columns / group)] repeated to [..., columns]."""
-    return scales.repeat_interleave(group, -1)[..., :columns]
+    return scales[..., _groups_of(columns, group, scales.device)]
 
 
 def widen_blocks(scales: Tensor, rows: int, columns: int, block: tuple[int, int]) -> Tensor:
     """Scales [..., ceil(rows / block[0]), ceil(columns / block[1])] repeated to [..., rows, columns]."""
-    return scales.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[
-        ..., :columns
-    ]
+    row, column = (_groups_of(*size, scales.device) for size in zip((rows, columns), block, strict=True))
+    return scales[..., row[:, None], column]
+
+
+def _groups_of(count: int, group: int, device: torch.device) -> Tensor:
+    """The group of each of `count` elements.
+
+    In doubles: Inductor's C++ (torch 2.13) splits a loop at an integer division (of an index or in
+    `repeat_interleave`) and then leaves out the elements of a ragged last group.
+    """
+    return (torch.arange(count, dtype=torch.float64, device=device) / group).long()
 
 
 def row_groups(x: Tensor, group: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Prints the results table of the README from JSON files of `bench_shared_expert.py`.
+"""Prints the results tables of the README from JSON files of `bench_shared_expert.py` or `bench_mega_moe.py`.
 
     python examples/benchmarks/table.py examples/benchmarks/results/h200_*.json
 
@@ -13,6 +13,8 @@ from pathlib import Path
 PASSES = ("forward", "dx", "forward_dx")
 BASELINES = ("eager", "compile", "max-autotune")
 FAST, STRICT = "tc-fp32-v1", "fp32-serial-v1"
+MOE_DEFAULT, MOE_WIDE = "fp8-k128-k64-v1", "fp8-k128-k128-v1"
+MOE_BASELINES = ("grouped_mm", "grouped_mm compiled", "fp8 rowwise", "fp8 rowwise compiled")
 
 
 def table(paths: list[Path]) -> str:
@@ -42,5 +44,56 @@ def _cell(entry: dict, us: str, ratio: str) -> str:
     return f"{entry[us][FAST]:.1f} us ({' / '.join(ratios)})"
 
 
+def moe_table(path: Path) -> str:
+    """Markdown of one file of `bench_mega_moe.py`: one line per shape and T; "-" where there is no figure."""
+    cells: dict[tuple[str, int], dict[str, dict]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        cells.setdefault((row["shape"], row["tokens"]), {})[row["pass"]] = row
+    titles = (
+        "layer",
+        "T",
+        "forward",
+        "TFLOP/s",
+        "x in fp8",
+        "128-wide groups",
+        "forward + dX",
+        "peak (design)",
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for (shape, tokens), passes in cells.items():
+        forward, both = passes.get("forward"), passes.get("forward_dx")
+        figures = ["-"] * 5
+        if forward:
+            keys = (MOE_DEFAULT, f"{MOE_DEFAULT} pair", MOE_WIDE)
+            first, *others = (_moe_cell(forward, key, MOE_BASELINES) for key in keys)
+            figures = [first, "-", *others, "-"]
+            if MOE_DEFAULT in forward["us"]:
+                peak, design = (
+                    forward[name][MOE_DEFAULT] / 2**20 for name in ("peak_bytes", "designed_bytes")
+                )
+                figures[1], figures[4] = (
+                    f"{forward['tflops'][MOE_DEFAULT]:.0f}",
+                    f"{peak:.1f} ({design:.1f}) MiB",
+                )
+        figures.insert(4, _moe_cell(both, MOE_DEFAULT, MOE_BASELINES[:1]) if both else "-")
+        lines.append(f"| {' | '.join((shape, str(tokens), *figures))} |")
+    return "\n".join(lines)
+
+
+def _moe_cell(row: dict, key: str, baselines: tuple[str, ...]) -> str:
+    us = row["us"]
+    if key not in us:
+        return "-"
+    ratios = [f"{us[name] / us[key]:.2f}" if name in us else "-" for name in baselines]
+    return f"{us[key]:.1f} us ({' / '.join(ratios)})"
+
+
+def render(paths: list[Path]) -> str:
+    """The table of the files' benchmark."""
+    if any("experts" in row for row in json.loads(paths[0].read_text())["rows"]):
+        return "\n\n".join(map(moe_table, paths))
+    return table(paths)
+
+
 if __name__ == "__main__":
-    print(table([Path(name) for name in sys.argv[1:]]))
+    print(render([Path(name) for name in sys.argv[1:]]))

@@ -1,0 +1,316 @@
+"""Times the MoE layer on a GPU: forward, forward + dX, fp8 profiles; beside grouped products of plain torch.
+
+    python examples/benchmarks/bench_mega_moe.py [--quick] [--shapes flash] [--tokens 8 512] [--json FILE]
+
+Everything is replayed as a CUDA graph after a flush of L2, in rotated order; figures are medians. Ours takes
+x in bf16 or as a quantised pair ("pair"); forward + dX also gives the gradient of the routing weights. The
+baselines (`moe_baselines.py`) sort rows by expert: bf16 `grouped_mm`, eager and `torch.compile`, and its
+autograd; fp8 `_scaled_grouped_mm` with a scale per row. A ratio is the fastest baseline / ours, above 1 where
+ours is faster. TFLOP/s count 2 * T * top_k * 3 * H * I forward and twice that for forward + dX; GB/s the
+weights of experts that have rows, read once for each of the two. No figure is printed before the correctness
+gate has passed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from moe_baselines import grouped_layer, grouped_layer_dx, rowwise_layer, rowwise_weights
+from torch import Tensor
+
+import moe_ops
+from moe_ops.testing import MegaMoEInputs, bits_equal, mega_moe_inputs
+from moe_ops.testing.benchmark import capture, card, peak_bytes, time_graphs
+
+OPS = torch.ops.moe_ops
+PROFILES = ("fp8-k128-k64-v1", "fp8-k128-k128-v1")
+BF16_PROFILE = "tc-fp32-v1"
+ROUTING_BLOCK = 256  # slots that one program of the routing counts
+Calls = dict[str, Callable[[], object]]
+
+
+class Shape(NamedTuple):
+    """Sizes of one layer."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+
+
+SHAPES = {
+    "flash": Shape(4096, 2048, 32, 6),
+    "pro": Shape(7168, 3072, 48, 6),
+    "fine": Shape(2048, 768, 128, 8),
+}
+TOKENS = (1, 8, 64, 256, 512, 2048, 8192)
+QUICK = {"shapes": ["flash"], "tokens": [8, 512, 8192]}
+
+
+class Layer(NamedTuple):
+    """One layer's inputs and its weights in every format."""
+
+    inputs: MegaMoEInputs
+    bf16: tuple[Tensor, Tensor]
+    rowwise: tuple[Tensor, ...]
+
+    def weights(self, profile: str) -> tuple[Tensor | None, ...]:
+        return (self.bf16[0], None, self.bf16[1], None) if profile == BF16_PROFILE else self.inputs.weights
+
+    def head(self, tokens: int) -> "Layer":
+        names = ("x", "dy", "topk_idx", "topk_weights")
+        fewer = {name: getattr(self.inputs, name)[:tokens] for name in names}
+        return self._replace(inputs=self.inputs._replace(**fewer))
+
+
+def make_layer(shape: Shape, tokens: int, device: str = "cuda") -> Layer:
+    """Weights are drawn on the device, expert by expert; the bf16 ones are the fp8 ones, dequantised."""
+    inputs = mega_moe_inputs(tokens, *shape, device=device)
+    pairs = (inputs.w_gate_up, inputs.w_gate_up_scale), (inputs.w_down, inputs.w_down_scale)
+    bf16 = tuple(dequantized(*pair) for pair in pairs)
+    return Layer(inputs, bf16, tuple(part for w in bf16 for part in rowwise_weights(w)))
+
+
+def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
+    """[E, N, K] bf16, expert by expert."""
+    value = torch.empty_like(codes, dtype=torch.bfloat16)
+    for expert in range(len(codes)):
+        value[expert] = moe_ops.dequantize_weights_block(codes[expert], scales[expert])
+    return value
+
+
+def routed(inputs: MegaMoEInputs) -> tuple[Tensor, Tensor, Tensor]:
+    return inputs.x, inputs.topk_idx, inputs.topk_weights
+
+
+def our_forward(layer: Layer, profile: str, pair: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    x, *routing = routed(layer.inputs)
+    return OPS._mega_moe(*(pair or (x, None)), *routing, *layer.weights(profile), profile=profile)[0]
+
+
+def our_dx(layer: Layer, profile: str) -> tuple[Tensor, Tensor]:
+    x, *routing = routed(layer.inputs)
+    weights = layer.weights(profile)
+    return OPS._mega_moe_dx_dweights(layer.inputs.dy, x, None, *routing, *weights, profile=profile)
+
+
+def our_forward_dx(layer: Layer, profile: str) -> tuple[Tensor, Tensor, Tensor]:
+    return our_forward(layer, profile), *our_dx(layer, profile)
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """1 - 2 <x, y> / (<x, x> + <y, y>): 0 for equal tensors."""
+    x, y = actual.double(), expected.double()
+    return (1 - 2 * (x * y).sum() / ((x * x).sum() + (y * y).sum())).item()
+
+
+def check(layer: Layer, profiles: list[str]) -> None:
+    """The gate: near the bf16 layer of the same quantised values, and rows with the bits they have alone."""
+    inputs = layer.inputs
+    quantised = moe_ops.dequantize_activations(*moe_ops.quantize_activations(inputs.x)).bfloat16()
+    for profile in profiles:
+        x = inputs.x if profile == BF16_PROFILE else quantised
+        expected = grouped_layer_dx(inputs.dy, x, inputs.topk_idx, inputs.topk_weights, *layer.bf16)
+        batch = our_forward_dx(layer, profile)
+        for name, ours, plain in zip(("y", "dx", "d topk_weights"), batch, expected, strict=True):
+            if not distance(ours, plain) < 1e-3:
+                raise SystemExit(f"RED: {profile}: {name} is {distance(ours, plain):.1e} from plain bf16")
+        for tokens in (1, 8):
+            alone = our_forward_dx(layer.head(tokens), profile)
+            if not all(bits_equal(a, b[:tokens]) for a, b in zip(alone, batch, strict=True)):
+                raise SystemExit(f"RED: {profile}: bits change with the batch, T {tokens}, {len(x)}")
+        if profile != BF16_PROFILE:
+            pair = moe_ops.quantize_activations(inputs.x)
+            if not bits_equal(our_forward(layer, profile, pair), batch[0]):
+                raise SystemExit(f"RED: {profile}: a quantised pair gives other bits than its x")
+
+
+def designed_bytes(shape: Shape, tokens: int, profile: str) -> int:
+    """What the forward has to allocate at its peak: rows of x are released before the output's rows exist."""
+    hidden, intermediate, experts, top_k = shape
+    rows = tokens * top_k
+    if profile == BF16_PROFILE:
+        x, h = 2 * rows * hidden, 2 * rows * intermediate
+    else:
+        group = 64 if profile.endswith("k64-v1") else 128
+        x = rows * (hidden + 4 * -(-hidden // 128))
+        h = rows * (intermediate + 4 * -(-intermediate // group))
+    bins = max(32, 1 << (experts + 1).bit_length())
+    tables = 4 * (3 * rows + 2 * experts + 1 + -(-rows // ROUTING_BLOCK) * bins)
+    return tables + h + max(x, 2 * rows * hidden + 2 * tokens * hidden)
+
+
+def kernel_times(function: Callable[[], object], calls: int = 5) -> dict[str, float]:
+    """Microseconds a call of each of our kernels, by name."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            function()
+        torch.cuda.synchronize()
+    events = {event.key: event.self_device_time_total / calls for event in profile.key_averages()}
+    return {name: time for name, time in events.items() if "moe" in name and time > 0}
+
+
+def calls_of(layer: Layer, name: str, profiles: list[str], compiled: bool) -> tuple[Calls, Calls]:
+    """(ours, baselines) of one pass, without arguments."""
+    inputs = layer.inputs
+    arguments = routed(inputs)
+    if name == "forward_dx":
+        ours = {profile: lambda p=profile: our_forward_dx(layer, p) for profile in profiles}
+        return ours, {"grouped_mm": lambda: grouped_layer_dx(inputs.dy, *arguments, *layer.bf16)}
+    ours = {profile: lambda p=profile: our_forward(layer, p) for profile in profiles}
+    pair = moe_ops.quantize_activations(inputs.x)
+    fp8 = [profile for profile in profiles if profile != BF16_PROFILE]
+    ours |= {f"{profile} pair": lambda p=profile: our_forward(layer, p, pair) for profile in fp8}
+    others = {
+        "grouped_mm": lambda: grouped_layer(*arguments, *layer.bf16),
+        "fp8 rowwise": lambda: rowwise_layer(*arguments, *layer.rowwise),
+    }
+    if compiled:
+        grouped = torch.compile(grouped_layer, fullgraph=True, dynamic=False)
+        rowwise = torch.compile(rowwise_layer, fullgraph=True, dynamic=True)  # once for all T
+        others["grouped_mm compiled"] = lambda: grouped(*arguments, *layer.bf16)
+        others["fp8 rowwise compiled"] = lambda: rowwise(*arguments, *layer.rowwise)
+    return ours, {key: call for key, call in others.items() if not key.startswith("fp8") or runs(key, call)}
+
+
+def runs(name: str, call: Callable[[], object]) -> bool:
+    """Whether this build of torch can compute an fp8 baseline; prints why not."""
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        print(f"no baseline '{name}': {str(error).splitlines()[0][:200]}", flush=True)
+        return False
+    return True
+
+
+def measure(shape_name: str, layer: Layer, name: str, profiles: list[str], compiled: bool) -> dict:
+    """One row: every implementation of one pass at one shape and T."""
+    shape, tokens = SHAPES[shape_name], len(layer.inputs.x)
+    ours, others = calls_of(layer, name, profiles, compiled)
+    us = time_graphs({key: capture(call) for key, call in (ours | others).items()})
+    touched = len(layer.inputs.topk_idx.unique())
+    peaks = {key: peak_bytes(call) for key, call in (ours | others).items()}
+    kernels = {profile: kernel_times(ours[profile]) for profile in profiles}
+    return (
+        {"shape": shape_name, "pass": name, "tokens": tokens, **shape._asdict()}
+        | figures(shape, tokens, name, us, set(others), touched)
+        | {
+            "peak_bytes": peaks,
+            "designed_bytes": {profile: designed_bytes(shape, tokens, profile) for profile in profiles},
+            "kernels_us": kernels,
+        }
+    )
+
+
+def figures(
+    shape: Shape, tokens: int, name: str, us: dict[str, float], baselines: set[str], touched: int
+) -> dict:
+    """What follows from the times: rates, and the ratios to the fastest baseline."""
+    passes = 1 if name == "forward" else 2
+    products = passes * 3 * shape.hidden * shape.intermediate
+
+    def weight_bytes(key: str) -> int:
+        return 1 if key.startswith("fp8") else 2
+
+    best = min(baselines, key=us.__getitem__)
+    return {
+        "us": us,
+        "baselines": sorted(baselines),
+        "best_baseline": best,
+        "touched_experts": touched,
+        "tflops": {key: 2 * tokens * shape.top_k * products / time / 1e6 for key, time in us.items()},
+        "gbytes_per_s": {
+            key: touched * products * weight_bytes(key) / time / 1e3 for key, time in us.items()
+        },
+        "ratio": {key: us[best] / time for key, time in us.items() if key not in baselines},
+    }
+
+
+def show(row: dict) -> None:
+    print(f"{row['shape']} {row['pass']} T {row['tokens']}  (best baseline: {row['best_baseline']})")
+    for key, time in row["us"].items():
+        line = f"  {key:<26} {time:9.1f} us {row['tflops'][key]:7.1f} TFLOP/s"
+        line += f" {row['gbytes_per_s'][key]:6.0f} GB/s  peak {row['peak_bytes'][key] / 2**20:8.1f} MiB"
+        if key in row["ratio"]:
+            line += f"  {row['ratio'][key]:.2f}x"
+        if key in row["designed_bytes"] and row["pass"] == "forward":
+            line += f"  (design {row['designed_bytes'][key] / 2**20:.1f} MiB)"
+        print(line)
+    for profile, kernels in row["kernels_us"].items():
+        print(f"  kernels of {profile}: " + ", ".join(f"{name} {us:.1f}" for name, us in kernels.items()))
+    sys.stdout.flush()
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Ratios over T, one panel per pass and shape."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = sorted({(row["pass"], row["shape"]) for row in rows})
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), sharey=True, squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        chosen = [row for row in rows if (row["pass"], row["shape"]) == panel]
+        for key in chosen[0]["ratio"]:
+            points = [(row["tokens"], row["ratio"][key]) for row in chosen]
+            axis.plot(*zip(*points, strict=True), marker="o", label=key)
+        axis.set(title=f"{panel[1]}, {panel[0].replace('_', ' + ')}", xscale="log", xlabel="T")
+        axis.axhline(1, color="black", linewidth=0.5)
+        axis.legend(fontsize=7)
+    axes[0][0].set_ylabel("fastest baseline / ours")
+    figure.savefig(path, bbox_inches="tight", dpi=120)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--profiles", nargs="+", choices=(*PROFILES, BF16_PROFILE), default=list(PROFILES))
+    parser.add_argument("--skip-compiled", action="store_true", help="no torch.compile baselines")
+    parser.add_argument("--quick", action="store_true", help=f"the same as {QUICK}")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--plot", type=Path, help="draw the ratios there (needs matplotlib)")
+    chosen = parser.parse_args(arguments)
+    if chosen.quick:
+        vars(chosen).update(QUICK)
+    return chosen
+
+
+@torch.no_grad()
+def main() -> int:
+    arguments = parse_arguments()
+    if not torch.cuda.is_available():
+        print("needs a CUDA device", file=sys.stderr)
+        return 1
+    print(*card(), sep=", ", flush=True)
+    torch._dynamo.config.recompile_limit = 64  # one code for each T
+    rows = []
+    for shape_name in arguments.shapes:
+        layer = make_layer(SHAPES[shape_name], max(*arguments.tokens, 256))
+        check(layer.head(2048), arguments.profiles)
+        torch._dynamo.reset()
+        for name in ("forward", "forward_dx"):
+            for tokens in arguments.tokens:
+                few = layer.head(tokens)
+                row = measure(shape_name, few, name, arguments.profiles, not arguments.skip_compiled)
+                rows.append(row)
+                show(row)
+                if arguments.json:
+                    report = {"card": card()._asdict(), "rows": rows}
+                    arguments.json.write_text(json.dumps(report, indent=1))
+        del layer, few
+        torch.cuda.empty_cache()
+    if arguments.plot:
+        plot(rows, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
