@@ -26,8 +26,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(y [T, H] bf16, counts [E + 1] int32).
 
-    Beyond these, with R = T * top_k and fp8 weights, it allocates the expert-major x [R, H] e4m3, h [R, I] e4m3
-    (x is released after it), the rows [R, H] bf16, their scales, and index tables.
+    Beyond these, with R = T * top_k and fp8 weights, it allocates the expert-major x [R, H] e4m3, h [R, I]
+    e4m3 (x is released after it), the rows [R, H] bf16, their scales, and index tables.
 
     Args:
         x: [T, H] bf16, or e4m3 with x_scale [T, ceil(H/128)] fp32; any strides.
@@ -69,8 +69,8 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx [T, H] bf16, d topk_weights [T, top_k] fp32), those asked for.
 
-    Beyond these it allocates the expert-major x, [dgate | dup] [R, 2I] bf16, one [R, H] bf16 that holds first the
-    rows of dy and then those of dx, sums [ceil(I/64), R] fp32, scales and index tables.
+    Beyond these it allocates the expert-major x, [dgate | dup] [R, 2I] bf16, one [R, H] bf16 that holds first
+    the rows of dy and then those of dx, sums [ceil(I/64), R] fp32, scales and index tables.
 
     Args:
         dy: [T, H] bf16, any strides.

@@ -54,8 +54,8 @@ def _moe_swiglu_backward_kernel(
 ):
     """Persistent over the row tiles of all experts times the column tiles of dgate [rows, intermediate].
 
-    dz_ptr: [rows, 2 * intermediate] for [dgate | dup], or `None`. partials_ptr: [ceil(intermediate / 64), rows]
-    for the sums of da' * a over 64 columns, or `None`.
+    dz_ptr: [rows, 2 * intermediate] for [dgate | dup], or `None`. partials_ptr: [ceil(intermediate / 64),
+    rows] for the sums of da' * a over 64 columns, or `None`.
     """
     x = (x, rows, hidden, hidden, 1, None, None)
     dy = (dy, rows, hidden, hidden, 1, None, None)

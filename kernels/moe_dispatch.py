@@ -1,4 +1,4 @@
-"""Dispatch and combine of the MoE layer: tokens to expert-major rows, quantised on the way, and back in slot order."""
+"""Dispatch and combine of the MoE layer: tokens to expert-major rows, quantised, and back in slot order."""
 
 import torch
 import triton
@@ -106,7 +106,7 @@ def _moe_combine_kernel(rows_ptr, slot_rows_ptr, y_ptr, hidden, TOP_K: tl.conste
 def _moe_combine_weights_kernel(
     partials_ptr, slot_rows_ptr, dweights_ptr, count, groups, BLOCK: tl.constexpr
 ):
-    """One program per `BLOCK` entries: the sums of 64 columns added ascending from +0; 0 for a masked slot."""
+    """One program per `BLOCK` entries: sums of 64 columns added ascending from +0; 0 for a masked slot."""
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(slot_rows_ptr + entries, mask=entries < count, other=-1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -149,8 +149,8 @@ def launch_moe_dispatch(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(rows, row_scales, row_weights, slot_rows) of the expert-major order.
 
-    rows: [R, H], e4m3 with `fp8`, else x's dtype; row_scales: [ceil(H/128), R] fp32 or `None`; row_weights: [R]
-    fp32; slot_rows: [T, top_k] int32, -1 for a masked slot. Rows that no slot has stay uninitialised.
+    rows: [R, H], e4m3 with `fp8`, else x's dtype; row_scales: [ceil(H/128), R] fp32 or `None`; row_weights:
+    [R] fp32; slot_rows: [T, top_k] int32, -1 for a masked slot. Rows that no slot has stay uninitialised.
 
     Args:
         x: [T, H] bf16, or e4m3 with x_scale [T, ceil(H/128)] fp32; any strides.
@@ -223,7 +223,7 @@ def launch_moe_combine_weights(partials: Tensor, slot_rows: Tensor) -> Tensor:
 
 
 def launch_quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(codes [..., K] e4m3, scales [..., ceil(K / group)] fp32) of x [..., K], any strides; group 64 or 128."""
+    """(codes [..., K] e4m3, scales [..., ceil(K / group)] fp32) of x [..., K]; group 64 or 128."""
     operand = activation(x)
     codes = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     scales = x.new_empty((*x.shape[:-1], triton.cdiv(operand.columns, group)), dtype=torch.float32)

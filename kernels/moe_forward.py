@@ -1,4 +1,4 @@
-"""The MoE layer's two grouped products: SwiGLU, routing weight and requantisation in the epilogue of the first."""
+"""The MoE layer's two grouped products; SwiGLU, routing weight and requantisation end the first."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""What a kernel is told of the experts' weights: strides, scales, or a TMA descriptor. Nothing is ever copied."""
+"""What a kernel is told of the experts' weights: strides, scales, or a TMA descriptor. No copies."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class ExpertWeight(NamedTuple):
-    """weight: [E, rows, columns] of any strides; scale: [E, ceil(rows/128), ceil(columns/128)] fp32 or `None`."""
+    """weight: [E, rows, columns], any strides; scale: [E, ceil(rows/128), ceil(columns/128)] or `None`."""
 
     weight: Tensor
     scale: Tensor | None
@@ -26,7 +26,7 @@ class ExpertWeight(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """In elements. Those of dimensions of size 1 say nothing; as those of contiguous ones they fit a descriptor."""
+        """In elements; of dimensions of size 1, which say nothing, as if contiguous: that fits a descriptor."""
         expert, row, column = self.weight.stride()
         column = 1 if self.columns == 1 else column
         row = self.columns * column if self.rows == 1 else row

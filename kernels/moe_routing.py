@@ -1,7 +1,7 @@
 """Routing of the MoE layer on the device: which row of the expert-major order each (token, slot) gets.
 
-Entry `token * top_k + slot` gets row `offset of its expert + number of earlier entries of that expert`, so the
-order is fixed and nothing is read back. Sizes depend on T * top_k and E alone.
+Entry `token * top_k + slot` gets row `offset of its expert + number of earlier entries of that expert`, so
+the order is fixed and nothing is read back. Sizes depend on T * top_k and E alone.
 """
 
 from typing import NamedTuple
@@ -72,7 +72,7 @@ def _moe_count_kernel(
     BINS: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
-    """One program per `BLOCK` entries: its histogram and the rank of each entry. `SINGLE`: there is one program."""
+    """One program per `BLOCK` entries: its histogram and each entry's rank. `SINGLE`: there is one program."""
     first = tl.program_id(0) * BLOCK
     local = tl.arange(0, BLOCK)
     expert = expert_tile(topk_idx_ptr, first + local, count, experts, top_k, stride_t, stride_k)

@@ -18,14 +18,14 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 @triton.jit
 def _grouped(x, GROUP: tl.constexpr):
-    """[M, N] as [M, N / GROUP, GROUP], and the bits of the maximum magnitude of each group: NaN > inf > finite."""
+    """[M, N] as [M, N / GROUP, GROUP], and the bits of each group's largest magnitude: NaN > inf > finite."""
     x = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))
     return x, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
 
 
 @triton.jit
 def quantize_tile(x, GROUP: tl.constexpr):
-    """Step 1: (e4m3 codes [M, N], scales [M, N / GROUP]) of fp32 x [M, N]; `scale = max(amax / 448, 2^-126)`."""
+    """Step 1: (e4m3 codes [M, N], scales [M, N / GROUP]) of fp32 x; `scale = max(amax / 448, 2^-126)`."""
     groups, bits = _grouped(x, GROUP)
     amax = bits.to(tl.float32, bitcast=True)
     scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)), 1.1754943508222875e-38)
@@ -260,7 +260,7 @@ def _load_weight(
     WEIGHT_NK: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_K] of a weight stored [N, K] (`WEIGHT_NK`), or [BLOCK_K, BLOCK_N] of one stored [K, N]."""
+    """[BLOCK_N, BLOCK_K] of a weight stored [N, K] (`WEIGHT_NK`); [BLOCK_K, BLOCK_N] of one stored [K, N]."""
     if WEIGHT_NK:
         return load_expert_tile(w, expert, column, k, BLOCK_N, BLOCK_K, TMA)
     else:

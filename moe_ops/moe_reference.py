@@ -63,6 +63,10 @@ class Fp8Rules:
         """The products of the backward."""
         return block_scaled_gradient(dy, w, w_scale)
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """The CPU's for every device: ATen's kernels differ in the last bit, and these profiles have one."""
+        return sigmoid(x.cpu()).to(x.device)
+
 
 class Bf16Rules:
     """bf16 operands and one matrix product."""
@@ -84,6 +88,9 @@ class Bf16Rules:
     def gradient(self, dy: Tensor, w: Tensor, w_scale: None) -> Tensor:
         return self.matmul(dy, w, transpose_weight=False)
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return sigmoid(x)
+
 
 Rules = Fp8Rules | Bf16Rules
 
@@ -102,7 +109,7 @@ def forward(
     slots = topk_weights.new_zeros(*topk_idx.shape, x.shape[1])
     for expert, token, slot in _assignments(topk_idx, weights.w_gate_up.shape[0]):
         g, u = rules.up_product(_take(rows, token), *weights.gate_up(expert)).chunk(2, 1)
-        a = _activation(g, u, limit) * topk_weights[token, slot, None]
+        a = _activation(rules, g, u, limit) * topk_weights[token, slot, None]
         slots[token, slot] = rules.down_product(rules.activation(a), *weights.down(expert)).bfloat16().float()
     return combine(slots, topk_idx, weights.w_gate_up.shape[0]).bfloat16(), expert_counts(
         topk_idx, weights.w_gate_up.shape[0]
@@ -126,8 +133,9 @@ def backward(
     for expert, token, slot in _assignments(topk_idx, weights.w_gate_up.shape[0]):
         g, u = rules.up_product(_take(rows, token), *weights.gate_up(expert)).chunk(2, 1)
         da = rules.gradient(dy[token], *weights.down(expert))
-        dweights[token, slot] = tree_sum(da * _activation(g, u, limit))
-        dgate, dup = swiglu_backward(da * topk_weights[token, slot, None], g, u, limit)
+        dweights[token, slot] = tree_sum(da * _activation(rules, g, u, limit))
+        da = da * topk_weights[token, slot, None]
+        dgate, dup = swiglu_backward(da, g, u, limit, rules.sigmoid)
         dx = rules.gradient(torch.cat((dgate, dup), 1), *weights.gate_up(expert))
         slots[token, slot] = dx.bfloat16().float()
     return combine(slots, topk_idx, weights.w_gate_up.shape[0]), dweights
@@ -160,10 +168,10 @@ def expert_counts(topk_idx: Tensor, experts: int) -> Tensor:
     return torch.bincount(index, minlength=experts + 1).int()
 
 
-def _activation(g: Tensor, u: Tensor, limit: float | None) -> Tensor:
+def _activation(rules: Rules, g: Tensor, u: Tensor, limit: float | None) -> Tensor:
     """Step 3: a, fp32."""
     g, u = clamped(g, u, limit)
-    return (g * sigmoid(g)) * u
+    return (g * rules.sigmoid(g)) * u
 
 
 def _assignments(topk_idx: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -71,9 +71,10 @@ def _groups_of(count: int, group: int, device: torch.device) -> Tensor:
     """The group of each of `count` elements.
 
     In doubles: Inductor's C++ (torch 2.13) splits a loop at an integer division (of an index or in
-    `repeat_interleave`) and then leaves out the elements of a ragged last group.
+    `repeat_interleave`) and then leaves out the elements of a ragged last group. From the middle of an
+    element, because CUDA divides by a number as it multiplies by the rounded reciprocal.
     """
-    return (torch.arange(count, dtype=torch.float64, device=device) / group).long()
+    return ((torch.arange(count, dtype=torch.float64, device=device) + 0.5) / group).long()
 
 
 def row_groups(x: Tensor, group: int) -> Tensor:
@@ -88,7 +89,9 @@ def _amax(values: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _scale(amax: Tensor) -> Tensor:
-    scale = (amax.view(torch.float32) / E4M3_MAX).clamp(min=2.0**-126)
+    # By a tensor of the device: CUDA divides by a number as it multiplies by the rounded reciprocal.
+    largest = torch.full((), E4M3_MAX, dtype=torch.float32, device=amax.device)
+    scale = (amax.view(torch.float32) / largest).clamp(min=2.0**-126)
     return torch.where(amax == 0, 1.0, torch.where(amax < _INFINITY, scale, torch.nan))
 
 

@@ -60,7 +60,13 @@ def swiglu(g: Tensor, u: Tensor, limit: float | None) -> Tensor:
     return ((g * sigmoid(g)) * u).bfloat16()
 
 
-def swiglu_backward(dh: Tensor, g: Tensor, u: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+def swiglu_backward(
+    dh: Tensor,
+    g: Tensor,
+    u: Tensor,
+    limit: float | None,
+    sigmoid: Callable[[Tensor], Tensor] = sigmoid,
+) -> tuple[Tensor, Tensor]:
     """The gradients (dgate, dup), bf16. dh: bf16 or fp32; g, u: fp32, before any limit; all of one shape.
 
     A limit is a select: the gradient is zero exactly at the bound, and NaN passes.

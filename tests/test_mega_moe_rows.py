@@ -71,21 +71,37 @@ def test_experts_permuted(profile):
     assert same(passes(moved, profile), passes(inputs, profile))
 
 
-def test_slots_are_summed_in_ascending_order():
-    """fp32 sums of bf16 rows: other orders have other bits."""
-    inputs = mega_moe_inputs(256, 1024, 64, 8, 4)
-    y, dx, _ = passes(inputs)
-    total, total_dx = torch.zeros(2, 256, 1024)
-    reverse = total.clone()
+@pytest.mark.parametrize("profile", PROFILES)
+def test_slots_are_summed_in_ascending_order(profile):
+    """bf16 rows in fp32: a large one that goes away again shows what was added before it and what after."""
+    inputs = make(profile, 30, 256, 128, 6, 4)
+    inputs = inputs._replace(
+        topk_idx=inputs.topk_idx[:, :1].expand(-1, 4),
+        topk_weights=torch.tensor([[2.0**20, 1, -(2.0**20), 1]]).repeat(30, 1),
+    )
     rows = []
     for slot in range(4):
         index = torch.where(torch.arange(4) == slot, inputs.topk_idx, -1)
-        rows.append(passes(inputs._replace(topk_idx=index)))
-        total, total_dx = total + rows[slot][0].float(), total_dx + rows[slot][1].float()
-    for row in rows[::-1]:
-        reverse = reverse + row[0].float()
-    assert bits_equal(y, total.bfloat16()) and bits_equal(dx, total_dx.bfloat16())
-    assert not bits_equal(y, reverse.bfloat16())
+        rows.append(passes(inputs._replace(topk_idx=index), profile)[:2])
+    for result, parts in zip(passes(inputs, profile), zip(*rows, strict=True), strict=False):
+        total, reverse = torch.zeros(2, 30, 256)
+        for part in parts:
+            total = total + part.float()
+        for part in parts[::-1]:
+            reverse = reverse + part.float()
+        assert bits_equal(result, total.bfloat16())
+        assert not bits_equal(result, reverse.bfloat16())
+
+
+@pytest.mark.parametrize("profile", [FP8[0], BF16[0]])
+def test_gradients_asked_for_alone(profile):
+    """What requires no gradient gets none, and the other one keeps its bits."""
+    inputs = make(profile, 30, 256, 192, 8, 3)
+    _, dx, dweights = passes(inputs, profile)
+    for name, expected in (("x", dx), ("topk_weights", dweights)):
+        leaf = getattr(inputs, name).clone().requires_grad_()
+        moe_ops.mega_moe(*inputs._replace(**{name: leaf}).arguments, profile=profile).backward(inputs.dy)
+        assert bits_equal(leaf.grad, expected)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -142,8 +158,8 @@ def test_top_k(profile, top_k):
     y, dx, dweights = passes(inputs, profile)
     assert y.isfinite().all() and dx.any(1).all() and dweights.all()
     equal = inputs._replace(topk_idx=torch.ones(5, top_k).long(), topk_weights=torch.full((5, top_k), 0.5))
-    single = passes(picked(equal, slice(None))._replace(topk_idx=torch.ones(5, 1).long(),
-                                                        topk_weights=torch.full((5, 1), 0.5)), profile)  # fmt: skip
+    one_slot = equal._replace(topk_idx=torch.ones(5, 1).long(), topk_weights=torch.full((5, 1), 0.5))
+    single = passes(one_slot, profile)
     y, dx, dweights = passes(equal, profile)
     for total, row in ((y, single[0]), (dx, single[1])):
         expected = torch.zeros(row.shape)
@@ -259,7 +275,7 @@ def test_stride_zero_gradients(profile):
 @pytest.mark.parametrize("limit", [None, 0.5, 10.0], ids=str)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_limit_of_large_pre_activations(profile, limit):
-    """Above 10 a limit bounds the output: |a| <= c^2 with the routing weight 1; a wide one changes nothing."""
+    """Above 10 a limit bounds the output: |a| <= c^2 where the routing weight is 1; a wide one does nothing."""
     inputs = make(profile, 20, 200, 128, 4, 1)
     inputs.x.mul_(40)
     y, dx, _ = passes(inputs, profile, swiglu_limit=limit)

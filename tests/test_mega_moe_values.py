@@ -121,7 +121,7 @@ def test_bits_are_the_contract(shape, limit, profile, nan_memory):
 
 
 def formula(x, routing, inputs, limit, quantized):
-    """The layer over dequantised weights in fp64; `quantized` is the second quantisation, straight-through."""
+    """The layer over dequantised weights in fp64; `quantized`: the second quantisation, straight-through."""
     if inputs.w_gate_up_scale is None:
         gate_up, down = inputs.w_gate_up.double(), inputs.w_down.double()
     else:
@@ -193,12 +193,22 @@ def test_bf16_weights_against_fp64(shape, limit, profile):
 
 
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=SHAPE_IDS[:4])
-def test_strict_bf16_profile_is_the_oracle(shape):
-    inputs = mega_moe_inputs(*shape, weights="bf16", masked=0.3)
-    y, dx, dweights = passes(inputs, "fp32-serial-v1", 1.0)
-    assert bits_equal(y, moe_ops.mega_moe_reference(*inputs.arguments, swiglu_limit=1.0))
-    gradients = moe_ops.mega_moe_dx_dweights_reference(inputs.dy, *inputs.arguments, swiglu_limit=1.0)
-    assert bits_equal(dx, gradients[0]) and bits_equal(dweights, gradients[1])
+@pytest.mark.parametrize("profile", [*GROUPS, "fp32-serial-v1"])
+def test_the_oracle(profile, shape):
+    """The public oracle: its bits, its counts, its gradients as a function and through autograd."""
+    inputs = mega_moe_inputs(*shape, weights="fp8" if profile in GROUPS else "bf16", masked=0.3)
+    options = {"profile": profile, "swiglu_limit": 1.0}
+    expected = passes(inputs, profile, 1.0)
+    x, routing = (value.clone().requires_grad_() for value in (inputs.x, inputs.topk_weights))
+    y, counts = moe_ops.mega_moe_reference(
+        x, inputs.topk_idx, routing, *inputs.weights, **options, return_expert_counts=True
+    )
+    y.backward(inputs.dy)
+    gradients = moe_ops.mega_moe_dx_dweights_reference(inputs.dy, *inputs.arguments, **options)
+    for actual in ((y, x.grad, routing.grad), (y, *gradients)):
+        assert all(bits_equal(*pair) for pair in zip(actual, expected, strict=True))
+    wanted = moe_ops.mega_moe(*inputs.arguments, **options, return_expert_counts=True)[1]
+    assert torch.equal(counts, wanted)
 
 
 @pytest.mark.parametrize("profile", [*GROUPS, *BF16_PROFILES])

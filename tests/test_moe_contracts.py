@@ -1,12 +1,10 @@
-"""What bad input of the MoE layer gets: the right error, naming argument, requirement, value and remedy, and no work."""
+"""What bad input of the MoE layer gets: an error that names argument, requirement, value and remedy; no work."""
 
 import pytest
 import torch
-from torch import nn
 
 import moe_ops
-from moe_ops import contracts, moe_contracts
-from moe_ops.testing import bits_equal, mega_moe_inputs
+from moe_ops.testing import mega_moe_inputs
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, TOKENS = 256, 192, 4, 2, 6
@@ -88,21 +86,33 @@ CASES = {
         ["w_gate_up must be a torch.Tensor", "tuple", "one tensor per argument"],
     ),
     "w_down-none": ({"w_down": None}, TypeError, ["w_down must be a torch.Tensor", "None"]),
-    "w_gate_up-fp32": ({"w_gate_up": ones(4, 384, 256)}, TypeError, ["w_gate_up must be", "float32", "quant"]),
+    "w_gate_up-fp32": (
+        {"w_gate_up": ones(4, 384, 256)},
+        TypeError,
+        ["w_gate_up must be", "float32", "quant"],
+    ),
     "w_down-fp16": ({"w_down": ones(4, 256, 192, dtype=torch.half)}, TypeError, ["w_down", "torch.float16"]),
     "w_gate_up-e5m2": (
         {"w_gate_up": ones(4, 384, 256, dtype=torch.float8_e5m2)},
         TypeError,
         ["w_gate_up must be torch.float8_e4m3fn with scales, or torch.bfloat16 without", "e5m2"],
     ),
-    "weights-mixed": ({"w_down": BF16.w_down}, TypeError, ["w_down must be of w_gate_up's dtype", "bfloat16"]),
+    "weights-mixed": (
+        {"w_down": BF16.w_down},
+        TypeError,
+        ["w_down must be of w_gate_up's dtype", "bfloat16"],
+    ),
     "w_gate_up_scale-none": (
         {"w_gate_up_scale": None},
         TypeError,
         ["w_gate_up_scale must be a torch.Tensor, as w_gate_up is torch.float8_e4m3fn", "None", "128 x 128"],
     ),
     "w_down_scale-none": ({"w_down_scale": None}, TypeError, ["w_down_scale must be a torch.Tensor", "None"]),
-    "w_down_scale-float": ({"w_down_scale": 1.0}, TypeError, ["w_down_scale must be a torch.Tensor", "float"]),
+    "w_down_scale-float": (
+        {"w_down_scale": 1.0},
+        TypeError,
+        ["w_down_scale must be a torch.Tensor", "float"],
+    ),
     "scale-of-bf16": (
         {**BF16_WEIGHTS, "w_down_scale": FP8.w_down_scale},
         TypeError,
@@ -113,7 +123,11 @@ CASES = {
         TypeError,
         ["w_gate_up_scale must be torch.float32", "bfloat16", ".float()"],
     ),
-    "w_down_scale-fp64": ({"w_down_scale": FP8.w_down_scale.double()}, TypeError, ["w_down_scale", "float64"]),
+    "w_down_scale-fp64": (
+        {"w_down_scale": FP8.w_down_scale.double()},
+        TypeError,
+        ["w_down_scale", "float64"],
+    ),
     "w_gate_up-2d": ({"w_gate_up": FP8.w_gate_up[0]}, ValueError, ["w_gate_up must be [E, 2I, H]", "384"]),
     "w_gate_up-odd": ({"w_gate_up": FP8.w_gate_up[:, 1:]}, ValueError, ["gate rows, then as many up rows"]),
     "w_down-4d": ({"w_down": FP8.w_down[None]}, ValueError, ["w_down must be [E, H, I]", "[1, 4, 256, 192]"]),
@@ -181,8 +195,16 @@ CASES = {
         ValueError,
         ["x_scale must be without requires_grad where x is a pair", "topk_weights only", "detach"],
     ),
-    "x_fp8-trainable": ({"x": (trainable(PAIR[0]), PAIR[1])}, ValueError, ["x must be without requires_grad"]),
-    "limit-zero": ({"swiglu_limit": 0.0}, ValueError, ["swiglu_limit must be None, or finite and > 0", "0.0"]),
+    "x_fp8-trainable": (
+        {"x": (trainable(PAIR[0]), PAIR[1])},
+        ValueError,
+        ["x must be without requires_grad"],
+    ),
+    "limit-zero": (
+        {"swiglu_limit": 0.0},
+        ValueError,
+        ["swiglu_limit must be None, or finite and > 0", "0.0"],
+    ),
     "limit-nan": ({"swiglu_limit": float("nan")}, ValueError, ["swiglu_limit must be", "nan"]),
     "limit-inf": ({"swiglu_limit": float("inf")}, ValueError, ["swiglu_limit must be", "inf"]),
     "limit-1e39": ({"swiglu_limit": 1e39}, ValueError, ["swiglu_limit must be", "1e+39", "in fp32"]),
@@ -192,7 +214,10 @@ CASES = {
     "profile-of-bf16": (
         {"profile": "cpu-fp32-v1"},
         NotImplementedError,
-        ["profile must be one for fp8 weights, as w_gate_up is torch.float8_e4m3fn", "'exact-fp8-k128-k64-v1'"],
+        [
+            "profile must be one for fp8 weights, as w_gate_up is torch.float8_e4m3fn",
+            "'exact-fp8-k128-k64-v1'",
+        ],
     ),
     "profile-of-fp8": (
         {**BF16_WEIGHTS, "profile": "exact-fp8-k128-k64-v1"},
@@ -219,3 +244,45 @@ def work_of(call):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return [event.key for event in profile.key_averages() if event.key.startswith("aten::")]
+
+
+@table
+def test_message_and_no_work(changes, error, words):
+    call = arguments() | changes
+    parts = [part for value in call.values() for part in (value if isinstance(value, tuple) else (value,))]
+    tensors = [part for part in parts if isinstance(part, torch.Tensor) and part.device.type == "cpu"]
+    tensors = [value for value in tensors if value.layout == torch.strided]
+    before = [(value.detach().clone(), value._version) for value in tensors]
+
+    def run():
+        with pytest.raises(error) as raised:
+            moe_ops.mega_moe(**call)
+        message = str(raised.value)
+        assert message.startswith("moe_ops.mega_moe: ")
+        assert all(word in message for word in words), message
+        assert "\n" not in message
+
+    assert work_of(run) == [], "something ran before the check"
+    for value, (copy, version) in zip(tensors, before, strict=True):
+        assert value._version == version
+        assert torch.equal(value.double(), copy.double())
+
+
+def test_work_is_seen():
+    """The instrument of the test above sees the work of a good call."""
+    assert "aten::mm" in work_of(lambda: moe_ops.mega_moe(**arguments()))
+
+
+# Dynamo refuses every sparse tensor itself.
+COMPILED_CASES = {name: case for name, case in CASES.items() if name != "x-sparse"}
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), COMPILED_CASES.values(), ids=COMPILED_CASES)
+def test_message_survives_compilation(changes, error, words, fresh_compiler):
+    """Dynamo wraps the exception; the whole message is in its text."""
+    with pytest.raises(Exception) as raised:
+        torch.compile(moe_ops.mega_moe, fullgraph=True, backend="eager")(**arguments() | changes)
+    message = str(raised.value)
+    assert "moe_ops.mega_moe: " in message
+    missing = [word for word in words if word not in message and repr(word)[1:-1] not in message]
+    assert not missing, message

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import moe_ops
 from moe_ops import moe_reference, quant
 from moe_ops.testing import bit_mismatches, bits_equal, mega_moe_inputs
 
@@ -51,7 +52,7 @@ def _tree_kernel(x_ptr, sums_ptr, N: tl.constexpr):
 
 
 def every_kind_of_fp32(rows, columns):
-    """Bit patterns at random, each row in a band of exponents, with zeros, subnormals, inf, NaN and borders."""
+    """Bit patterns at random, each row in a band of exponents; zeros, subnormals, inf, NaN, borders."""
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(0, 2**31 - 1, (rows, columns), generator=generator, dtype=torch.int64)
     exponent = torch.randint(0, 255, (rows, 1), generator=generator)
@@ -91,6 +92,22 @@ def test_quantize_activations(group, dtype):
     for value, wanted in zip(actual, quant.quantize_rows(x.cpu(), group), strict=True):
         assert value.is_contiguous()
         assert bits_equal(value.float(), wanted.float())
+
+
+@pytest.mark.parametrize("block", [(128, 128), (3, 49)], ids=str)
+def test_block_quantiser_and_widening(block):
+    """In plain torch on both devices: ATen divides by numbers in another way on each."""
+    w = every_kind_of_fp32(512, 350)
+    codes, scales = moe_ops.quantize_weights_block(w.to(DEVICE), block)
+    expected = moe_ops.quantize_weights_block(w, block)
+    assert bits_equal(codes.cpu().float(), expected[0].float()) and bits_equal(scales.cpu(), expected[1])
+    wide = moe_ops.dequantize_weights_block(codes, scales, block)
+    assert bits_equal(wide.cpu(), moe_ops.dequantize_weights_block(*expected, block))
+    codes, scales = moe_ops.quantize_activations(w.to(DEVICE), block[1])
+    expected = moe_ops.quantize_activations(w, block[1])
+    assert bits_equal(codes.cpu().float(), expected[0].float()) and bits_equal(scales.cpu(), expected[1])
+    wide = moe_ops.dequantize_activations(codes, scales, block[1])
+    assert bits_equal(wide.cpu(), moe_ops.dequantize_activations(*expected, block[1]))
 
 
 def test_pair_tree():
@@ -164,14 +181,14 @@ def test_gate_up_against_fp64(shape, block_m, swap, record_property):
     tokens, hidden, intermediate = shape
     inputs = mega_moe_inputs(tokens, hidden, intermediate, 4, 2, device=DEVICE)
     routing = moe_routing.launch_moe_routing(inputs.topk_idx, 4)
-    rows, scales, _, slot_rows = moe_dispatch.launch_moe_dispatch(
+    rows, scales, _, _ = moe_dispatch.launch_moe_dispatch(
         inputs.x, None, inputs.topk_idx, inputs.topk_weights, routing, fp8=True
     )
     g, u = torch.full((2, tokens * 2, intermediate), torch.nan, device=DEVICE).unbind()
     grid = (tokens * 2, triton.cdiv(intermediate, 64))
     _gate_up_kernel[grid](
-        rows, scales, inputs.w_gate_up, inputs.w_gate_up_scale, g, u, routing.counts, routing.offsets, tokens * 2,
-        4, hidden, intermediate, intermediate % 64 == 0, swap, block_m, routing.bins,
+        rows, scales, inputs.w_gate_up, inputs.w_gate_up_scale, g, u, routing.counts, routing.offsets,
+        tokens * 2, 4, hidden, intermediate, intermediate % 64 == 0, swap, block_m, routing.bins,
     )  # fmt: skip
     exact_x = rows.double() * quant.widen_rows(scales.t(), hidden, 128).double()
     scale = quant.widen_blocks(inputs.w_gate_up_scale, 2 * intermediate, hidden, (128, 128))
@@ -186,7 +203,8 @@ def test_gate_up_against_fp64(shape, block_m, swap, record_property):
         worst = max(worst, ((actual - exact).abs() / bound).max().item())
     record_property("worst error / sum |x w|", worst)
     print(
-        f"\ngate-up {shape} block_m {block_m}: max |err| / sum |x w| = {worst:.2e} = 2^{torch.tensor(worst).log2():.1f}"
+        f"\ngate-up {shape} block_m {block_m}: max |err| / sum |x w| = {worst:.2e} = "
+        f"2^{torch.tensor(worst).log2():.1f}"
     )
     assert worst < 2**-10
 
@@ -231,7 +249,7 @@ def test_down_and_combine(shape, group):
 
 
 def run(inputs, group, limit=2.0):
-    y, counts = moe.forward(inputs.x, None, *inputs.arguments[1:], limit, group)
+    y, _ = moe.forward(inputs.x, None, *inputs.arguments[1:], limit, group)
     dx, dweights = moe.backward(
         inputs.dy, inputs.x, None, *inputs.arguments[1:], limit, group, dx=True, dweights=True
     )
