@@ -72,7 +72,7 @@ def _moe_count_kernel(
     BINS: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
-    """One program per `BLOCK` entries: its histogram and each entry's rank. `SINGLE`: there is one program."""
+    """One program per `BLOCK` entries: its histogram and each entry's rank. `SINGLE`: the only program."""
     first = tl.program_id(0) * BLOCK
     local = tl.arange(0, BLOCK)
     expert = expert_tile(topk_idx_ptr, first + local, count, experts, top_k, stride_t, stride_k)

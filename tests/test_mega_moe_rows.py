@@ -275,7 +275,7 @@ def test_stride_zero_gradients(profile):
 @pytest.mark.parametrize("limit", [None, 0.5, 10.0], ids=str)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_limit_of_large_pre_activations(profile, limit):
-    """Above 10 a limit bounds the output: |a| <= c^2 where the routing weight is 1; a wide one does nothing."""
+    """Above 10 a limit bounds the output: |a| <= c^2 where the routing weight is 1; a wide one is none."""
     inputs = make(profile, 20, 200, 128, 4, 1)
     inputs.x.mul_(40)
     y, dx, _ = passes(inputs, profile, swiglu_limit=limit)

@@ -1,4 +1,4 @@
-"""What bad input of the MoE layer gets: an error that names argument, requirement, value and remedy; no work."""
+"""What bad input of the MoE layer gets: an error naming argument, requirement, value, remedy; no work."""
 
 import pytest
 import torch

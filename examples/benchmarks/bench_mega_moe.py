@@ -6,9 +6,9 @@ Everything is replayed as a CUDA graph after a flush of L2, in rotated order; fi
 x in bf16 or as a quantised pair ("pair"); forward + dX also gives the gradient of the routing weights. The
 baselines (`moe_baselines.py`) sort rows by expert: bf16 `grouped_mm`, eager and `torch.compile`, and its
 autograd; fp8 `_scaled_grouped_mm` with a scale per row. A ratio is the fastest baseline / ours, above 1 where
-ours is faster. TFLOP/s count 2 * T * top_k * 3 * H * I forward and twice that for forward + dX; GB/s the
-weights of experts that have rows, read once for each of the two. No figure is printed before the correctness
-gate has passed.
+ours is faster. Our kernels are also timed alone, in the order of their launches. TFLOP/s count 2 * T * top_k *
+3 * H * I forward and twice that for forward + dX; GB/s the weights of experts that have rows, read once for
+each of the two. No figure is printed before the correctness gate has passed.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from moe_baselines import grouped_layer, grouped_layer_dx, rowwise_layer, rowwise_weights
+from moe_report import BF16_PROFILE, Shape, designed_bytes, figures, plot, show
 from torch import Tensor
 
 import moe_ops
@@ -28,18 +29,7 @@ from moe_ops.testing.benchmark import capture, card, peak_bytes, time_graphs
 
 OPS = torch.ops.moe_ops
 PROFILES = ("fp8-k128-k64-v1", "fp8-k128-k128-v1")
-BF16_PROFILE = "tc-fp32-v1"
-ROUTING_BLOCK = 256  # slots that one program of the routing counts
 Calls = dict[str, Callable[[], object]]
-
-
-class Shape(NamedTuple):
-    """Sizes of one layer."""
-
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
 
 
 SHAPES = {
@@ -129,31 +119,29 @@ def check(layer: Layer, profiles: list[str]) -> None:
                 raise SystemExit(f"RED: {profile}: a quantised pair gives other bits than its x")
 
 
-def designed_bytes(shape: Shape, tokens: int, profile: str) -> int:
-    """What the forward has to allocate at its peak: rows of x are released before the output's rows exist."""
-    hidden, intermediate, experts, top_k = shape
-    rows = tokens * top_k
-    if profile == BF16_PROFILE:
-        x, h = 2 * rows * hidden, 2 * rows * intermediate
-    else:
-        group = 64 if profile.endswith("k64-v1") else 128
-        x = rows * (hidden + 4 * -(-hidden // 128))
-        h = rows * (intermediate + 4 * -(-intermediate // group))
-    bins = max(32, 1 << (experts + 1).bit_length())
-    tables = 4 * (3 * rows + 2 * experts + 1 + -(-rows // ROUTING_BLOCK) * bins)
-    return tables + h + max(x, 2 * rows * hidden + 2 * tokens * hidden)
+def kernel_times(function: Callable[[], object]) -> dict[str, float]:
+    """Microseconds of each of our launches, replayed alone, by number and kernel."""
+    from moe_ops.kernels import moe_backward, moe_dispatch, moe_forward, moe_routing
 
+    modules = (moe_backward, moe_dispatch, moe_forward, moe_routing)
+    launch, launches = moe_forward.launch, []
 
-def kernel_times(function: Callable[[], object], calls: int = 5) -> dict[str, float]:
-    """Microseconds a call of each of our kernels, by name."""
-    function()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(calls):
-            function()
-        torch.cuda.synchronize()
-    events = {event.key: event.self_device_time_total / calls for event in profile.key_averages()}
-    return {name: time for name, time in events.items() if "moe" in name and time > 0}
+    def record(*arguments, **options):
+        launches.append((arguments, options))
+        launch(*arguments, **options)
+
+    for module in modules:
+        module.launch = record
+    try:
+        function()
+    finally:
+        for module in modules:
+            module.launch = launch
+    graphs = {}
+    for index, (arguments, options) in enumerate(launches):
+        name = arguments[0].__name__.removeprefix("_moe_").removesuffix("_kernel")
+        graphs[f"{index} {name}"] = capture(lambda a=arguments, o=options: launch(*a, **o), 1)
+    return time_graphs(graphs, repeats=9)
 
 
 def calls_of(layer: Layer, name: str, profiles: list[str], compiled: bool) -> tuple[Calls, Calls]:
@@ -173,9 +161,7 @@ def calls_of(layer: Layer, name: str, profiles: list[str], compiled: bool) -> tu
     }
     if compiled:
         grouped = torch.compile(grouped_layer, fullgraph=True, dynamic=False)
-        rowwise = torch.compile(rowwise_layer, fullgraph=True, dynamic=True)  # once for all T
         others["grouped_mm compiled"] = lambda: grouped(*arguments, *layer.bf16)
-        others["fp8 rowwise compiled"] = lambda: rowwise(*arguments, *layer.rowwise)
     return ours, {key: call for key, call in others.items() if not key.startswith("fp8") or runs(key, call)}
 
 
@@ -206,66 +192,6 @@ def measure(shape_name: str, layer: Layer, name: str, profiles: list[str], compi
             "kernels_us": kernels,
         }
     )
-
-
-def figures(
-    shape: Shape, tokens: int, name: str, us: dict[str, float], baselines: set[str], touched: int
-) -> dict:
-    """What follows from the times: rates, and the ratios to the fastest baseline."""
-    passes = 1 if name == "forward" else 2
-    products = passes * 3 * shape.hidden * shape.intermediate
-
-    def weight_bytes(key: str) -> int:
-        return 1 if key.startswith("fp8") else 2
-
-    best = min(baselines, key=us.__getitem__)
-    return {
-        "us": us,
-        "baselines": sorted(baselines),
-        "best_baseline": best,
-        "touched_experts": touched,
-        "tflops": {key: 2 * tokens * shape.top_k * products / time / 1e6 for key, time in us.items()},
-        "gbytes_per_s": {
-            key: touched * products * weight_bytes(key) / time / 1e3 for key, time in us.items()
-        },
-        "ratio": {key: us[best] / time for key, time in us.items() if key not in baselines},
-    }
-
-
-def show(row: dict) -> None:
-    print(f"{row['shape']} {row['pass']} T {row['tokens']}  (best baseline: {row['best_baseline']})")
-    for key, time in row["us"].items():
-        line = f"  {key:<26} {time:9.1f} us {row['tflops'][key]:7.1f} TFLOP/s"
-        line += f" {row['gbytes_per_s'][key]:6.0f} GB/s  peak {row['peak_bytes'][key] / 2**20:8.1f} MiB"
-        if key in row["ratio"]:
-            line += f"  {row['ratio'][key]:.2f}x"
-        if key in row["designed_bytes"] and row["pass"] == "forward":
-            line += f"  (design {row['designed_bytes'][key] / 2**20:.1f} MiB)"
-        print(line)
-    for profile, kernels in row["kernels_us"].items():
-        print(f"  kernels of {profile}: " + ", ".join(f"{name} {us:.1f}" for name, us in kernels.items()))
-    sys.stdout.flush()
-
-
-def plot(rows: list[dict], path: Path) -> None:
-    """Ratios over T, one panel per pass and shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = sorted({(row["pass"], row["shape"]) for row in rows})
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), sharey=True, squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        chosen = [row for row in rows if (row["pass"], row["shape"]) == panel]
-        for key in chosen[0]["ratio"]:
-            points = [(row["tokens"], row["ratio"][key]) for row in chosen]
-            axis.plot(*zip(*points, strict=True), marker="o", label=key)
-        axis.set(title=f"{panel[1]}, {panel[0].replace('_', ' + ')}", xscale="log", xlabel="T")
-        axis.axhline(1, color="black", linewidth=0.5)
-        axis.legend(fontsize=7)
-    axes[0][0].set_ylabel("fastest baseline / ours")
-    figure.savefig(path, bbox_inches="tight", dpi=120)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
