@@ -26,7 +26,7 @@ class ExpertWeight(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """In elements; of dimensions of size 1, where they say nothing, as if contiguous: fit for a descriptor."""
+        """In elements; of dimensions of size 1, where they say nothing, as if contiguous, for descriptors."""
         expert, row, column = self.weight.stride()
         column = 1 if self.columns == 1 else column
         row = self.columns * column if self.rows == 1 else row

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.hub import tqdm  # the real one where it is installed
+from torch.hub import tqdm  # the real one, where that is installed
 
 from . import contracts, quant_contracts
 from .functional import mega_moe, quantize_weights_block
@@ -114,9 +114,11 @@ class MegaMoE(nn.Module):
         layer = cls(
             hidden, double // 2, experts, swiglu_limit=swiglu_limit, profile=profile, device="meta"
         ).to_empty(device=gate_up_proj.device)
-        for expert in tqdm(range(experts), desc="Quantising experts", disable=not progress):
-            layer._set("gate_up_proj", expert, gate_up_proj[expert].detach())
-            layer._set("down_proj", expert, down_proj[expert].detach())
+        with tqdm(total=experts, desc="Quantising experts", disable=not progress) as bar:
+            for expert in range(experts):
+                layer._set("gate_up_proj", expert, gate_up_proj[expert].detach())
+                layer._set("down_proj", expert, down_proj[expert].detach())
+                bar.update(1)
         return layer
 
     @torch.no_grad()

@@ -6,9 +6,9 @@ Everything is replayed as a CUDA graph after a flush of L2, in rotated order; fi
 x in bf16 or as a quantised pair ("pair"); forward + dX also gives the gradient of the routing weights. The
 baselines (`moe_baselines.py`) sort rows by expert: bf16 `grouped_mm`, eager and `torch.compile`, and its
 autograd; fp8 `_scaled_grouped_mm` with a scale per row. A ratio is the fastest baseline / ours, above 1 where
-ours is faster. Our kernels are also timed alone, in the order of their launches. TFLOP/s count 2 * T * top_k *
-3 * H * I forward and twice that for forward + dX; GB/s the weights of experts that have rows, read once for
-each of the two. No figure is printed before the correctness gate has passed.
+ours is faster. Our kernels are also timed alone, in the order of their launches. TFLOP/s count 2 * T *
+top_k * 3 * H * I forward and twice that for forward + dX; GB/s the weights of experts that have rows, read
+once for each of the two. No figure is printed before the correctness gate has passed.
 """
 
 import argparse
