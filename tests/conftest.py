@@ -35,6 +35,19 @@ def threads(request):
 
 
 @pytest.fixture
+def fp8_allclose(monkeypatch):
+    """`torch.allclose` of fp8 tensors, with which opcheck compares arguments: torch multiplies no fp8."""
+    original = torch.allclose
+
+    def allclose(one, other, **options):
+        if one.dtype == torch.float8_e4m3fn:
+            one, other = one.float(), other.float()
+        return original(one, other, **options)
+
+    monkeypatch.setattr(torch, "allclose", allclose)
+
+
+@pytest.fixture
 def nan_memory():
     """Every uninitialised tensor is filled with NaN, so that an unwritten element cannot pass."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory

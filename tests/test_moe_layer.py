@@ -1,4 +1,4 @@
-"""The MoE module: parameters, dtypes that no cast changes, copies, state dict, quantising, freezing, training."""
+"""The MoE module: parameters, dtypes that no cast changes, copies, state dict, quantising, training."""
 
 import copy
 import functools

@@ -307,7 +307,7 @@ def test_compiled(mode, fresh_compiler):
 
 
 @pytest.mark.parametrize("profile", ["fp8-k128-k64-v1", "tc-fp32-v1"])
-def test_opcheck(profile):
+def test_opcheck(profile, fp8_allclose):
     inputs = make((19, 384, 192, 8, 3), profile, masked=0.2)
     others = (inputs.topk_idx, inputs.topk_weights, *inputs.weights)
     calls = [("_mega_moe", (inputs.x.clone().requires_grad_(), None, *others))]
@@ -317,11 +317,8 @@ def test_opcheck(profile):
         calls.append(("_mega_moe", (*moe_ops.quantize_activations(inputs.x), *others)))
         calls.append(("quantize_activations", (inputs.x,)))
         calls.append(("quantize_weights_block", (torch.randn(3, 200, 300, device=DEVICE),)))
-    utilities = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if profile == "tc-fp32-v1":
-        utilities.append("test_schema")  # multiplies fp8 tensors, which torch 2.11 cannot
     for name, arguments in calls:
-        torch.library.opcheck(getattr(OPS, name).default, arguments, test_utils=utilities)
+        torch.library.opcheck(getattr(OPS, name).default, arguments)
 
 
 @pytest.mark.parametrize("profile", ["fp8-k128-k64-v1", "tc-fp32-v1"])
