@@ -113,7 +113,7 @@ def test_the_table_of_the_moe_benchmark(bench_mega_moe, tmp_path):
     assert printed[0].count("|") == printed[1].count("|") == printed[2].count("|")
     assert printed[2:] == [
         "| flash | 8 | 100.0 us (1.50 / - / 1.20) | 24 | 80.0 us (1.88 / - / 1.50) | - "
-        "| 200.0 us (2.50) | 2.0 (0.5) MiB |"
+        "| 200.0 us (2.50 / -) | 2.0 (0.5) MiB |"
     ]
 
 

@@ -38,11 +38,13 @@ def grouped_layer(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_gate_up: 
     return combine(grouped_mm(F.silu(g) * u, w_down, ends), order, topk_weights)
 
 
-def grouped_layer_dx(dy: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *weights: Tensor):
-    """(y, dx, d topk_weights) of the layer in bf16, by autograd; the expert weights are frozen."""
+def grouped_layer_dx(
+    dy: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *weights: Tensor, layer=grouped_layer
+):
+    """(y, dx, d topk_weights) of `layer` by autograd; the expert weights are frozen."""
     with torch.enable_grad():
         x, topk_weights = x.detach().requires_grad_(), topk_weights.detach().requires_grad_()
-        y = grouped_layer(x, topk_idx, topk_weights, *weights)
+        y = layer(x, topk_idx, topk_weights, *weights)
         return y.detach(), *torch.autograd.grad(y, (x, topk_weights), dy)
 
 

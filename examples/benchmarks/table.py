@@ -75,7 +75,7 @@ def moe_table(path: Path) -> str:
                     f"{forward['tflops'][MOE_DEFAULT]:.0f}",
                     f"{peak:.1f} ({design:.1f}) MiB",
                 )
-        figures.insert(4, _moe_cell(both, MOE_DEFAULT, MOE_BASELINES[:1]) if both else "-")
+        figures.insert(4, _moe_cell(both, MOE_DEFAULT, MOE_BASELINES[:2]) if both else "-")
         lines.append(f"| {' | '.join((shape, str(tokens), *figures))} |")
     return "\n".join(lines)
 
