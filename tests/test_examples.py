@@ -101,7 +101,7 @@ def test_the_table_of_the_moe_benchmark(bench_mega_moe, tmp_path):
     for name, us in times.items():
         row = {"shape": "flash", "pass": name, "tokens": 8, **shape._asdict()}
         row |= bench_mega_moe.figures(shape, 8, name, us, baselines & set(us), touched=20)
-        design = bench_mega_moe.designed_bytes(shape, 8, profile)
+        design = bench_mega_moe.designed_bytes(shape, 8, name, profile)
         rows.append(row | {"peak_bytes": {profile: 2 << 20}, "designed_bytes": {profile: design}})
     assert rows[0]["best_baseline"] == "fp8 rowwise" and rows[0]["ratio"][profile] == 1.2
     assert rows[0]["tflops"][profile] == 2 * 8 * 6 * 3 * 4096 * 2048 / 100 / 1e6

@@ -193,7 +193,7 @@ def measure(shape_name: str, layer: Layer, name: str, profiles: list[str], compi
         | figures(shape, tokens, name, us, set(others), touched)
         | {
             "peak_bytes": peaks,
-            "designed_bytes": {profile: designed_bytes(shape, tokens, profile) for profile in profiles},
+            "designed_bytes": {p: designed_bytes(shape, tokens, name, p) for p in profiles},
             "kernels_us": kernels,
         }
     )

@@ -17,19 +17,26 @@ class Shape(NamedTuple):
     top_k: int
 
 
-def designed_bytes(shape: Shape, tokens: int, profile: str) -> int:
-    """What the forward has to allocate at its peak: rows of x are released before the output's rows exist."""
+def designed_bytes(shape: Shape, tokens: int, name: str, profile: str) -> int:
+    """What one pass has to allocate at its peak, results included.
+
+    Forward: h beside the rows of x, or beside the rows of the output and the output. Backward: [dgate | dup],
+    the rows of dy (later of dx), the sums for the routing weights, beside the rows of x or dx; y is alive.
+    """
     hidden, intermediate, experts, top_k = shape
     rows = tokens * top_k
-    if profile == BF16_PROFILE:
-        x, h = 2 * rows * hidden, 2 * rows * intermediate
-    else:
+    x, h = 2 * rows * hidden, 2 * rows * intermediate
+    if profile != BF16_PROFILE:
         group = 64 if profile.endswith("k64-v1") else 128
         x = rows * (hidden + 4 * -(-hidden // 128))
         h = rows * (intermediate + 4 * -(-intermediate // group))
     bins = max(32, 1 << (experts + 1).bit_length())
     tables = 4 * (3 * rows + 2 * experts + 1 + -(-rows // _ROUTING_BLOCK) * bins)
-    return tables + h + max(x, 2 * rows * hidden + 2 * tokens * hidden)
+    out_rows, result = 2 * rows * hidden, 2 * tokens * hidden
+    if name == "forward":
+        return tables + h + max(x, out_rows + result)
+    dz, sums = 4 * rows * intermediate, 4 * rows * -(-intermediate // 64)
+    return tables + result + dz + out_rows + sums + max(x, result + 4 * rows)
 
 
 def figures(
@@ -63,7 +70,7 @@ def show(row: dict) -> None:
         line += f" {row['gbytes_per_s'][key]:6.0f} GB/s  peak {row['peak_bytes'][key] / 2**20:8.1f} MiB"
         if key in row["ratio"]:
             line += f"  {row['ratio'][key]:.2f}x"
-        if key in row["designed_bytes"] and row["pass"] == "forward":
+        if key in row["designed_bytes"]:
             line += f"  (design {row['designed_bytes'][key] / 2**20:.1f} MiB)"
         print(line)
     for profile, kernels in row["kernels_us"].items():
