@@ -1,5 +1,6 @@
 """What `bench_mega_moe.py` makes of its times: rates, ratios, designed memory, lines, a plot."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -79,21 +80,24 @@ def show(row: dict) -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Ratios over T, one panel per pass and shape."""
+    """Ratios over T: one row of panels per pass, one column per shape."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = sorted({(row["pass"], row["shape"]) for row in rows})
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), sharey=True, squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        chosen = [row for row in rows if (row["pass"], row["shape"]) == panel]
+    passes, shapes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("pass", "shape"))
+    size = (5 * len(shapes), 3.5 * len(passes))
+    figure, axes = plt.subplots(
+        len(passes), len(shapes), figsize=size, sharex=True, sharey=True, squeeze=False
+    )
+    for axis, (name, shape) in zip(axes.flat, itertools.product(passes, shapes), strict=True):
+        chosen = [row for row in rows if (row["pass"], row["shape"]) == (name, shape)]
         for key in chosen[0]["ratio"]:
             points = [(row["tokens"], row["ratio"][key]) for row in chosen]
             axis.plot(*zip(*points, strict=True), marker="o", label=key)
-        axis.set(title=f"{panel[1]}, {panel[0].replace('_', ' + ')}", xscale="log", xlabel="T")
+        axis.set(title=f"{shape}, {name.replace('_dx', ' + dX')}", xscale="log", xlabel="T")
         axis.axhline(1, color="black", linewidth=0.5)
         axis.legend(fontsize=7)
-    axes[0][0].set_ylabel("fastest baseline / ours")
+        axis.set_ylabel("fastest baseline / ours")
     figure.savefig(path, bbox_inches="tight", dpi=120)

@@ -49,41 +49,23 @@ def moe_table(path: Path) -> str:
     cells: dict[tuple[str, int], dict[str, dict]] = {}
     for row in json.loads(path.read_text())["rows"]:
         cells.setdefault((row["shape"], row["tokens"]), {})[row["pass"]] = row
-    titles = (
-        "layer",
-        "T",
-        "forward",
-        "TFLOP/s",
-        "x in fp8",
-        "128-wide groups",
-        "forward + dX",
-        "peak (design)",
-    )
+    titles = ("layer", "T", "forward", "TFLOP/s", "forward, k128-k128", "forward + dX", "memory, MiB")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for (shape, tokens), passes in cells.items():
-        forward, both = passes.get("forward"), passes.get("forward_dx")
-        figures = ["-"] * 5
-        if forward:
-            keys = (MOE_DEFAULT, f"{MOE_DEFAULT} pair", MOE_WIDE)
-            first, *others = (_moe_cell(forward, key, MOE_BASELINES) for key in keys)
-            figures = [first, "-", *others, "-"]
-            if MOE_DEFAULT in forward["us"]:
-                peak, design = (
-                    forward[name][MOE_DEFAULT] / 2**20 for name in ("peak_bytes", "designed_bytes")
-                )
-                figures[1], figures[4] = (
-                    f"{forward['tflops'][MOE_DEFAULT]:.0f}",
-                    f"{peak:.1f} ({design:.1f}) MiB",
-                )
-        figures.insert(4, _moe_cell(both, MOE_DEFAULT, MOE_BASELINES[:2]) if both else "-")
+        forward, both = passes["forward"], passes["forward_dx"]
+        figures = (
+            _moe_cell(forward, MOE_DEFAULT, MOE_BASELINES),
+            f"{forward['tflops'][MOE_DEFAULT]:.0f}",
+            _moe_cell(forward, MOE_WIDE, MOE_BASELINES),
+            _moe_cell(both, MOE_DEFAULT, MOE_BASELINES[:2]),
+            " / ".join(f"{row['peak_bytes'][MOE_DEFAULT] / 2**20:.1f}" for row in (forward, both)),
+        )
         lines.append(f"| {' | '.join((shape, str(tokens), *figures))} |")
     return "\n".join(lines)
 
 
 def _moe_cell(row: dict, key: str, baselines: tuple[str, ...]) -> str:
     us = row["us"]
-    if key not in us:
-        return "-"
     ratios = [f"{us[name] / us[key]:.2f}" if name in us else "-" for name in baselines]
     return f"{us[key]:.1f} us ({' / '.join(ratios)})"
 
