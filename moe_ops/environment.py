@@ -6,14 +6,14 @@ from importlib import metadata
 
 import torch
 
-from . import contracts
+from . import contracts, moe_contracts
 from .kernels.cpu_matmul import BLOCK_ROWS, CHUNK_K
 from .numerics import LAYERS, PROFILES
 
 _TILES = {
     "reference": "none: one output element at a time",
     "aten": f"{BLOCK_ROWS} rows, {CHUNK_K} k",
-    "triton": "by shape, device and T, from moe_ops.kernels.configs; the bits do not depend on it",
+    "triton": "by shape, device and T, from the tables of moe_ops.kernels; the bits do not depend on it",
 }
 
 
@@ -69,6 +69,9 @@ def provenance(
             "Correct it.",
         )
     choice = contracts.choose(layer, "provenance", device, profile, backend)
+    if choice.backend == "triton":
+        capability = torch.cuda.get_device_capability(device)
+        moe_contracts.check_gpu("provenance", choice, capability, torch.version.hip)
     on_cpu = device.type == "cpu"
     return Provenance(
         backend_requested=backend,

@@ -141,7 +141,7 @@ def check_rows(op: str, rows: int) -> None:
 
 
 def check_gpu(op: str, choice: Choice, capability: tuple[int, int], hip: str | None) -> None:
-    """The fp8 profiles are Hopper's `wgmma`; the bf16 one needs bf16 tensor cores."""
+    """The fp8 profiles are Hopper's `wgmma`; the others need bf16 tensor cores."""
     if choice.profile not in FP8_GROUPS:
         contracts.check_gpu(op, capability, hip)
         return

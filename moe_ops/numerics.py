@@ -24,7 +24,7 @@ class NumericProfile:
 
 
 _ROW_PROMISE = "a row's bits depend on the row alone: not on T, position, neighbours, tile, compilation"
-_EXACT_PROMISE = "the same bits on every device, for every T"
+_EXACT_PROMISE = "the same bits on CPU and CUDA, for every T"
 
 
 def _fp8_profile(name: str, group: int, partial: str, promise: str) -> NumericProfile:

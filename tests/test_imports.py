@@ -41,7 +41,7 @@ ARROWS = {
         "registration",
     },
     "moe_ops/checkpoint.py": {"moe_operators", "ops"},
-    "moe_ops/environment.py": {"contracts", "kernels.cpu_matmul", "numerics"},
+    "moe_ops/environment.py": {"contracts", "kernels.cpu_matmul", "moe_contracts", "numerics"},
     # The Triton kernels are imported when a call first needs them.
     "moe_ops/ops.py": {"contracts", "kernels", "kernels.cpu_matmul", "reference", "registration"},
     "moe_ops/moe_operators.py": {

@@ -269,6 +269,15 @@ def test_provenance_names_what_the_layer_runs():
         assert bits_equal(layer(*x), expected)
 
 
+def test_provenance_of_a_machine_that_cannot(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(NotImplementedError, match="provenance: device must be of compute capability 9.0"):
+        moe_ops.provenance("cuda", layer="mega_moe")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    with pytest.raises(NotImplementedError, match="provenance: device must be .* 8.0 or newer"):
+        moe_ops.provenance("cuda", layer="mega_moe_bf16")
+
+
 def count_calls(monkeypatch, name):
     calls = []
     original = getattr(moe_operators.moe_reference, name)
