@@ -25,6 +25,25 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def kept_graphs(fresh_compiler):
+    """(a compiler backend that runs graphs as they are, the calls of each, one a line: forward, backward)."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = {}
+
+    def keep(name):
+        def compiler(graph_module, example_inputs):
+            calls = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
+            graphs[name] = "\n".join(call for call in calls if "getitem" not in call)
+            return make_boxed_func(graph_module.forward)
+
+        return compiler
+
+    return aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward")), graphs
+
+
 @pytest.fixture(params=[1, 2], ids=["threads1", "threads2"])
 def threads(request):
     """The intra-op thread count."""

@@ -231,29 +231,11 @@ def test_checkpoint_policy_leaves_others_alone():
     assert policy(None, torch.ops.moe_ops.shared_expert_mlp.default) == CheckpointPolicy.MUST_SAVE
 
 
-def graph_text(graph_module):
-    """The calls of a graph, one a line, without names that differ between versions."""
-    calls = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
-    return "\n".join(call for call in calls if "getitem" not in call)
-
-
 @pytest.mark.parametrize("save", ["recompute", "activations"])
-def test_graphs(save, fresh_compiler):
+def test_graphs(save, kept_graphs):
     """One operator forward, one backward, nothing else: no copy, no cast, no decomposition."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = {}
-
-    def keep(name):
-        def compiler(graph_module, example_inputs):
-            graphs[name] = graph_text(graph_module)
-            return make_boxed_func(graph_module.forward)
-
-        return compiler
-
+    backend, graphs = kept_graphs
     layer, x, dy = make_layer(save=save)
-    backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
     forward_and_dx(torch.compile(layer, fullgraph=True, backend=backend), x, dy)
     text = f"forward:\n{graphs['forward']}\nbackward:\n{graphs['backward']}"
     if save == "recompute":

@@ -233,29 +233,11 @@ def test_aot_inductor_package_runs_another_t(tmp_path, fresh_compiler):
         assert bits_equal(loaded(*routed), layer(*routed)), tokens
 
 
-def graph_text(graph_module):
-    """The calls of a graph, one a line."""
-    calls = [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
-    return "\n".join(call for call in calls if "getitem" not in call)
-
-
 @pytest.mark.parametrize("leaves", ["x", "topk_weights", "both"])
-def test_graphs(leaves, fresh_compiler):
+def test_graphs(leaves, kept_graphs):
     """One operator forward, one backward, that of the gradients asked for, and nothing else."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = {}
-
-    def keep(name):
-        def compiler(graph_module, example_inputs):
-            graphs[name] = graph_text(graph_module)
-            return make_boxed_func(graph_module.forward)
-
-        return compiler
-
+    backend, graphs = kept_graphs
     layer, inputs = make_layer(), make(40)
-    backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
     x, routing = inputs.x, inputs.topk_weights
     if leaves != "topk_weights":
         x.requires_grad_()
