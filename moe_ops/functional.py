@@ -117,16 +117,16 @@ def mega_moe(
             second derivative; nothing falls back.
         RuntimeError: `validate_indices` while a CUDA graph is captured.
     """
-    weights = {
+    others = {
+        "topk_idx": topk_idx,
+        "topk_weights": topk_weights,
         "w_gate_up": w_gate_up,
         "w_gate_up_scale": w_gate_up_scale,
         "w_down": w_down,
         "w_down_scale": w_down_scale,
     }
-    others = {"topk_idx": topk_idx, "topk_weights": topk_weights, **weights}
     values, x_scale = moe_contracts.check_types("mega_moe", x, others)
     contracts.check_call("mega_moe", {}, swiglu_limit, profile, backend)
-    contracts.check_frozen("mega_moe", **{name: w for name, w in weights.items() if w is not None})
     x_scale, w_gate_up_scale, w_down_scale = map(
         moe_contracts.widened, (x_scale, w_gate_up_scale, w_down_scale)
     )
