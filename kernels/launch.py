@@ -4,7 +4,11 @@ import functools
 from typing import NamedTuple
 
 import torch
+import triton
 from triton.runtime.jit import JITFunction
+
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+"""Its version, (major, minor)."""
 
 
 class DeviceFacts(NamedTuple):

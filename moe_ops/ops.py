@@ -88,13 +88,15 @@ def _dx(choice, dy, x, saved, w_gate, w_up, w_down, limit, out_dtype):
 
 def _triton(op: str, choice: contracts.Choice, device: torch.device) -> tuple[ModuleType, bool]:
     """The kernels, imported when first needed, and whether to run the strict ones."""
-    contracts.check_gpu(op, torch.cuda.get_device_capability(device), torch.version.hip)
+    capability = torch.cuda.get_device_capability(device)
+    contracts.check_gpu(op, capability, torch.version.hip)
     try:
-        from .kernels import shared_expert, sigmoid_check
+        from .kernels import launch, shared_expert, sigmoid_check
     except ImportError as error:
         contracts.refuse_import(op, choice, error)
     strict = choice.profile == "fp32-serial-v1"
     if strict:
+        contracts.check_strict_products(op, capability, launch.TRITON)
         contracts.check_sigmoid(op, choice, sigmoid_check.sampled_sigmoid_mismatches(device))
     return shared_expert, strict
 

@@ -408,6 +408,11 @@ def test_device_without_profiles():
             "backend must be.*got 'triton' .No module named 'triton'.. Install triton",
         ),
         (
+            lambda: contracts.check_strict_products("op", (10, 3), (3, 7)),
+            NotImplementedError,
+            "triton must be 3.8 or newer for profile 'fp32-serial-v1' on compute capability 10.3; got 3.7",
+        ),
+        (
             lambda: contracts.check_sigmoid("op", CHOICE, 7),
             NotImplementedError,
             "bits of torch.sigmoid; got 'fp32-serial-v1', and 7 of the values tried differ. Pass backend=",
@@ -418,7 +423,7 @@ def test_device_without_profiles():
             "called once before a CUDA graph is captured.*Call it once, with any shape, before the capture",
         ),
     ],
-    ids=["old-gpu", "rocm", "no-triton", "sigmoid", "first-call-in-a-capture"],
+    ids=["old-gpu", "rocm", "no-triton", "tf32", "sigmoid", "first-call-in-a-capture"],
 )
 def test_what_a_machine_cannot_honour(check, error, message):
     """The rules that need facts of a GPU; tests/gpu sees them where they are called."""
@@ -429,6 +434,8 @@ def test_what_a_machine_cannot_honour(check, error, message):
 def test_a_machine_that_can():
     contracts.check_gpu("op", (8, 0), None)
     contracts.check_sigmoid("op", CHOICE, 0)
+    for capability, triton in (((9, 0), (3, 6)), ((10, 0), (3, 8)), ((12, 0), (3, 6))):
+        contracts.check_strict_products("op", capability, triton)
 
 
 def test_dtensors_are_refused_by_name():
