@@ -64,7 +64,7 @@ class Fp8Rules:
         return block_scaled_gradient(dy, w, w_scale)
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        """The CPU's for every device: ATen's kernels differ in the last bit, and these profiles have one."""
+        """The CPU's for every device: ATen's is other code on each, and these profiles have one."""
         return sigmoid(x.cpu()).to(x.device)
 
 
