@@ -32,10 +32,10 @@ LEARNING_RATE = 3e-3
 
 def routed_profile(device: str) -> str:
     """The device's default for fp8 weights, which is Hopper's among GPUs; on others the exact, slow one."""
-    default = moe_ops.profiles(device, "mega_moe")[0]
-    if device == "cpu" or torch.cuda.get_device_capability() == (9, 0):
-        return default
-    return f"exact-{default}"
+    try:
+        return moe_ops.provenance(device, layer="mega_moe").profile
+    except NotImplementedError:
+        return f"exact-{moe_ops.profiles(device, 'mega_moe')[0]}"
 
 
 def read_tokens(path: Path, sequences: int, device: str) -> Tensor:

@@ -229,7 +229,7 @@ def check_vmap(op: str, dims: dict[str, int | None]) -> None:
 def check_gpu(op: str, capability: tuple[int, int], hip: str | None) -> None:
     """The Triton kernels need an NVIDIA GPU with bf16 tensor cores."""
     if hip is not None or capability < (8, 0):
-        got = f"ROCm {hip}" if hip is not None else f"capability {_version(capability)}"
+        got = f"ROCm {hip}" if hip is not None else f"capability {version_text(capability)}"
         required = "an NVIDIA GPU of compute capability 8.0 or newer for the backend 'triton'"
         remedy = "Pass profile='fp32-serial-v1', backend='reference' (slow), or move the tensors."
         fail(NotImplementedError, op, "device", required, got, remedy)
@@ -246,9 +246,11 @@ def refuse_import(op: str, choice: Choice, error: ImportError, oracle: str = "fp
 def check_strict_products(op: str, capability: tuple[int, int], triton: tuple[int, int]) -> None:
     """Triton before 3.8 computes large fp32 products in tf32 where there is tensor memory (tcgen05)."""
     if (10, 0) <= capability < (12, 0) and triton < (3, 8):
-        required = f"3.8 or newer for profile 'fp32-serial-v1' on compute capability {_version(capability)}"
+        required = (
+            f"3.8 or newer for profile 'fp32-serial-v1' on compute capability {version_text(capability)}"
+        )
         remedy = "Install it, or pass backend='reference' (slow)."
-        fail(NotImplementedError, op, "triton", required, _version(triton), remedy)
+        fail(NotImplementedError, op, "triton", required, version_text(triton), remedy)
 
 
 def check_sigmoid(op: str, choice: Choice, mismatches: int | None) -> None:
@@ -295,7 +297,7 @@ def fail(error: type[Exception], op: str, argument: str, required: str, got: str
     raise error(f"moe_ops.{op}: {argument} must be {required}; got {got}. {remedy}")
 
 
-def _version(pair: tuple[int, int]) -> str:
+def version_text(pair: tuple[int, int]) -> str:
     return f"{pair[0]}.{pair[1]}"
 
 

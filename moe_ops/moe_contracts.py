@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import contracts
-from .contracts import Choice, fail, list_names, shape_text, type_name
+from .contracts import Choice, fail, list_names, shape_text, type_name, version_text
 from .numerics import FP8_GROUPS, LAYERS
 
 E4M3 = torch.float8_e4m3fn
@@ -60,8 +60,8 @@ def check_types(op: str, x: object, others: dict[str, object]) -> tuple[Tensor, 
             if isinstance(others[weight], Tensor) and others[weight].dtype == E4M3:
                 required = f"a torch.Tensor, as {weight} is torch.float8_e4m3fn"
                 fail(TypeError, op, name, required, "None", "Pass the weight's 128 x 128 block scales.")
-    contracts.check_tensors(op, {name: value for name, value in others.items() if value is not None})
-    contracts.check_tensors(op, {n: others[n] for n in ("topk_idx", "topk_weights", "w_gate_up", "w_down")})
+    given = {n: value for n, value in others.items() if value is not None or not n.endswith("_scale")}
+    contracts.check_tensors(op, given)
     return (x[0], x[1]) if pair else (x, None)
 
 
@@ -146,7 +146,7 @@ def check_gpu(op: str, choice: Choice, capability: tuple[int, int], hip: str | N
         contracts.check_gpu(op, capability, hip)
         return
     if hip is not None or capability != (9, 0):
-        got = f"ROCm {hip}" if hip is not None else f"capability {capability[0]}.{capability[1]}"
+        got = f"ROCm {hip}" if hip is not None else f"capability {version_text(capability)}"
         required = f"of compute capability 9.0 for profile '{choice.profile}': other GPUs give other bits"
         remedy = f"Pass profile='exact-{choice.profile}' (slow, every device), or bf16 weights."
         fail(NotImplementedError, op, "device", required, got, remedy)

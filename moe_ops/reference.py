@@ -69,7 +69,7 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients (dgate, dup), bf16. dh: bf16 or fp32; g, u: fp32, before any limit; all of one shape.
 
-    A limit is a select: the gradient is zero exactly at the bound, and NaN passes.
+    A limit is a select: the gradient is zero exactly at the bound, and NaN passes. `sigmoid`: of fp32.
     """
     dh = dh.float()
     gc, uc = clamped(g, u, limit)

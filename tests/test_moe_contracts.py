@@ -149,6 +149,11 @@ CASES = {
         ValueError,
         ["w_gate_up_scale must be", "[4, 3, 2]", "[4, 4, 2]"],
     ),
+    "w_gate_up_scale-of-256-rows": (
+        {"w_gate_up_scale": ones(4, 2, 2)},
+        ValueError,
+        ["[4, 3, 2]", "[4, 2, 2]"],
+    ),
     "w_down_scale-scalar": ({"w_down_scale": ones()}, ValueError, ["w_down_scale must be", "got []"]),
     "w_down_scale-square-transposed": (
         {"w_down_scale": FP8.w_down_scale.mT},
