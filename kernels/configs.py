@@ -79,6 +79,7 @@ class Family:
         outputs: how many tensors it stores.
         in_halves: whether its epilogue runs in parts of `Tile.epilogue_n` columns.
         fast, strict: the tiles of `tc-fp32-v1` and of `fp32-serial-v1`.
+        dynamic: those of `tc-fp32-v1` for one kernel that serves every number of tokens.
     """
 
     weights: int
@@ -86,6 +87,7 @@ class Family:
     in_halves: bool
     fast: tuple[Tile, ...]
     strict: tuple[Tile, ...]
+    dynamic: tuple[Tile, ...]
 
     def shared_memory(self, tile: Tile, output_bytes: int = 2) -> int:
         """Bytes a block needs at most: the bf16 operand tiles of the pipeline and, with TMA, the outputs."""
@@ -116,6 +118,14 @@ FAMILIES = {
             Tile(16, 64, 32, 4, 3, 113, tma=False),
             Tile(128, 64, 16, 8, 3, 341, tma=False),
         ),
+        dynamic=(
+            Tile(16, 16, 256, 8, 6, 2.90, tma=False),
+            Tile(64, 16, 256, 8, 4, 2.99),
+            Tile(64, 32, 128, 8, 4, 4.10),
+            Tile(64, 64, 128, 8, 4, 4.80),
+            Tile(128, 128, 64, 8, 4, 11.57),
+            Tile(128, 64, 64, 8, 3, 10.6, tma=False),
+        ),
     ),
     "down": Family(
         weights=1,
@@ -138,6 +148,14 @@ FAMILIES = {
             Tile(32, 64, 32, 4, 3, 97, tma=False),
             Tile(128, 128, 16, 8, 3, 242, tma=False),
         ),
+        dynamic=(
+            Tile(16, 16, 256, 8, 6, 2.34, tma=False),
+            Tile(64, 32, 256, 8, 4, 2.86),
+            Tile(64, 64, 128, 8, 5, 4.02),
+            Tile(128, 128, 64, 8, 6, 6.86),
+            Tile(128, 256, 64, 8, 3, 12.05),
+            Tile(128, 128, 64, 8, 3, 10.3, tma=False),
+        ),
     ),
     "swiglu_backward": Family(
         weights=1,
@@ -158,6 +176,13 @@ FAMILIES = {
             Tile(16, 16, 32, 4, 3, 26, tma=False),
             Tile(16, 64, 32, 4, 3, 38, tma=False),
             Tile(128, 128, 16, 8, 3, 137, tma=False),
+        ),
+        dynamic=(
+            Tile(16, 32, 256, 8, 4, 2.40, tma=False),
+            Tile(64, 16, 256, 8, 5, 2.73),
+            Tile(64, 64, 128, 8, 6, 3.56),
+            Tile(128, 128, 64, 8, 5, 7.52),
+            Tile(64, 64, 64, 8, 3, 7.3, tma=False),
         ),
     ),
     "swiglu_backward_recompute": Family(
@@ -180,6 +205,13 @@ FAMILIES = {
             Tile(16, 64, 32, 4, 3, 150, tma=False),
             Tile(64, 128, 16, 8, 3, 429, tma=False),
         ),
+        dynamic=(
+            Tile(16, 32, 256, 8, 4, 5.06, tma=False),
+            Tile(64, 16, 256, 8, 4, 5.34),
+            Tile(64, 64, 128, 8, 4, 7.89),
+            Tile(128, 128, 64, 8, 3, 20.72),
+            Tile(64, 32, 64, 8, 3, 13.8, tma=False),
+        ),
     ),
     "dx": Family(
         weights=1,
@@ -201,6 +233,14 @@ FAMILIES = {
             Tile(16, 32, 64, 4, 3, 31, tma=False),
             Tile(32, 64, 32, 4, 3, 48, tma=False),
             Tile(128, 128, 16, 8, 3, 130, tma=False),
+        ),
+        dynamic=(
+            Tile(16, 32, 128, 8, 6, 4.10, tma=False),
+            Tile(64, 32, 256, 8, 4, 3.32),
+            Tile(64, 64, 128, 8, 5, 3.83),
+            Tile(128, 128, 64, 8, 6, 6.59),
+            Tile(128, 256, 64, 8, 3, 11.27),
+            Tile(128, 128, 64, 8, 3, 9.9, tma=False),
         ),
     ),
 }
@@ -239,6 +279,14 @@ def choose(
         tma: whether the operands' layout allows descriptors.
         output_bytes: of one element of the output.
     """
+    valid = candidates(name, facts, rows, strict=strict, tma=tma, output_bytes=output_bytes)
+    return min(valid, key=lambda tile: tile.waves(facts, rows, columns) * tile.cost)
+
+
+def candidates(
+    name: str, facts: DeviceFacts, rows: int, *, strict: bool, tma: bool, output_bytes: int = 2
+) -> list[Tile]:
+    """The valid tiles that are not much taller than an output of `rows`; arguments as for `choose`."""
     family = FAMILIES[name]
     valid = [
         tile
@@ -246,8 +294,19 @@ def choose(
         if is_valid(family, tile, facts, tma=tma, output_bytes=output_bytes)
     ]
     smallest = min(tile.block_m for tile in valid)
-    candidates = [tile for tile in valid if tile.block_m < max(2 * rows, smallest + 1)]
-    return min(candidates, key=lambda tile: tile.waves(facts, rows, columns) * tile.cost)
+    return [tile for tile in valid if tile.block_m < max(2 * rows, smallest + 1)]
+
+
+def dynamic_tiles(name: str, facts: DeviceFacts, *, tma: bool, output_bytes: int = 2) -> tuple[Tile, ...]:
+    """The tiles among which one kernel chooses at run time, by `choose`'s rule; the first has fewest rows.
+
+    They share `num_warps` and `blocks`, which belong to a launch.
+    """
+    family = FAMILIES[name]
+    valid = [
+        tile for tile in family.dynamic if is_valid(family, tile, facts, tma=tma, output_bytes=output_bytes)
+    ]
+    return tuple(tile for tile in valid if tile.tma or not (tma and facts.has_tma) or tile is valid[0])
 
 
 def tiles(name: str, *, strict: bool) -> tuple[Tile, ...]:

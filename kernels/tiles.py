@@ -187,10 +187,14 @@ def product_tile(
     WEIGHT_NK: tl.constexpr,
     TMA: tl.constexpr,
     STRICT: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):
-    """accumulator + a @ w of one tile, over the whole of k; w is stored [N, K] (`WEIGHT_NK`) or [K, N]."""
+    """accumulator + a @ w of one tile, over the whole of k; w is stored [N, K] (`WEIGHT_NK`) or [K, N].
+
+    `STAGES`: of this loop's pipeline; `None` for the launch's `num_stages`.
+    """
     if not STRICT or fma_is_exact(a, w, row, column, BLOCK_M, BLOCK_N, WEIGHT_NK):
-        for k in range(0, size_k, BLOCK_K):
+        for k in tl.range(0, size_k, BLOCK_K, num_stages=STAGES):
             a_tile = load_tile(a, row, k, BLOCK_M, BLOCK_K, TMA)
             w_tile = load_weight_tile(w, column, k, BLOCK_N, BLOCK_K, WEIGHT_NK, TMA)
             accumulator = dot_tile(a_tile, w_tile, accumulator, STRICT)
@@ -212,6 +216,7 @@ def gate_up_tile(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
     STRICT: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):
     """The pre-activations (g, u) of one tile, fp32: two products that share the tiles of x."""
     g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -220,7 +225,7 @@ def gate_up_tile(
         fma_is_exact(x, w_gate, row, column, BLOCK_M, BLOCK_N, True)
         & fma_is_exact(x, w_up, row, column, BLOCK_M, BLOCK_N, True)
     ):
-        for k in range(0, size_k, BLOCK_K):
+        for k in tl.range(0, size_k, BLOCK_K, num_stages=STAGES):
             x_tile = load_tile(x, row, k, BLOCK_M, BLOCK_K, TMA)
             gate_tile = load_weight_tile(w_gate, column, k, BLOCK_N, BLOCK_K, True, TMA)
             up_tile = load_weight_tile(w_up, column, k, BLOCK_N, BLOCK_K, True, TMA)
@@ -247,3 +252,10 @@ def tile_position(tile, row_tiles, column_tiles, GROUP_M: tl.constexpr):
     height = min(row_tiles - first, GROUP_M)
     inside = tile % group_size
     return first + inside % height, inside // height
+
+
+@triton.jit
+def tile_cost(rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COST: tl.constexpr):
+    """What `configs.choose` minimises, for a kernel that chooses by itself: waves of tiles, times a cost."""
+    tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N)
+    return tl.cdiv(tiles, tl.num_programs(0)) * COST

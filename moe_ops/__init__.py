@@ -12,6 +12,10 @@ if not (_root / "kernels").is_dir() and (_root.parent / "pyproject.toml").is_fil
     # A source checkout: kernels/ and lowering/ lie beside this package instead of inside it.
     __path__.append(str(_root.parent))
 
+from . import plugin as _plugin  # noqa: E402
+
+_plugin.tag_caches()
+
 from . import autograd as _autograd  # noqa: E402, F401  (registers the gradients)
 from . import moe_autograd as _moe_autograd  # noqa: E402, F401
 from . import testing  # noqa: E402
@@ -29,6 +33,7 @@ from .layers import SharedExpertMLP, freeze  # noqa: E402
 from .moe_layer import MegaMoE  # noqa: E402
 from .moe_oracle import mega_moe_dx_dweights_reference, mega_moe_reference  # noqa: E402
 from .numerics import profiles  # noqa: E402
+from .plugin import use_lowerings  # noqa: E402
 from .reference import shared_expert_mlp_dx_reference, shared_expert_mlp_reference  # noqa: E402
 
 __all__ = [
@@ -50,4 +55,5 @@ __all__ = [
     "shared_expert_mlp_dx_reference",
     "shared_expert_mlp_reference",
     "testing",
+    "use_lowerings",
 ]

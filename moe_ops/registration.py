@@ -6,15 +6,22 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import plugin
+
 LIBRARY = torch.library.Library("moe_ops", "DEF")
 
 
 def register(schema: str, implementation: Callable, fake: Callable, vmap: Callable) -> Callable:
     """Define an operator with one implementation for every device, its fake and its vmap rule; returns it."""
+
+    def fake_of_a_plugin(*args, **options):
+        plugin.install()
+        return fake(*args, **options)
+
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_ops::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"moe_ops::{name}", fake_of_a_plugin, lib=LIBRARY)
     torch.library.register_vmap(f"moe_ops::{name}", vmap, lib=LIBRARY)
     return getattr(torch.ops.moe_ops, name).default
 

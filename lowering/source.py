@@ -1,0 +1,32 @@
+"""The text of a Triton template: a shell of `templates/` and the device functions that it calls.
+
+The functions are those of `moe_ops.kernels.tiles`, which the eager kernels call too: the mathematics exists
+once.
+"""
+
+import re
+from pathlib import Path
+
+from triton.runtime.jit import JITFunction
+
+from ..kernels import tiles
+
+_FOLDER = Path(__file__).parent / "templates"
+
+
+def template_source(name: str) -> str:
+    """The template `name`: macros, kernel, device functions."""
+    shell = (_FOLDER / "tiles.jinja").read_text() + (_FOLDER / f"{name}.jinja").read_text()
+    functions = "".join(f"\n\n@triton.jit\n{function.src}" for function in _called(shell))
+    return shell + functions
+
+
+def _called(text: str) -> list[JITFunction]:
+    """The functions of `tiles` that the text names, and those that they name in turn."""
+    available = {name: value for name, value in vars(tiles).items() if isinstance(value, JITFunction)}
+    names, waiting = set(), [text]
+    while waiting:
+        words = set(re.findall(r"\w+", waiting.pop()))
+        waiting += [available[name].src for name in words & available.keys() - names]
+        names |= words & available.keys()
+    return [function for name, function in available.items() if name in names]
