@@ -73,32 +73,86 @@ def _shared_expert_swiglu_backward_kernel(
     saved_u = (u_ptr, tokens, intermediate, intermediate, 1, None, None)
     dgate = (dgate, tokens, intermediate, 2 * intermediate, 1, None, None)
     dup = (dup, tokens, intermediate, 2 * intermediate, 1, None, None)
+    swiglu_backward_loop(
+        dy,
+        w_down,
+        x if g_ptr is None else None,
+        w_gate,
+        w_up,
+        saved_g,
+        saved_u,
+        dgate,
+        dup,
+        tokens,
+        intermediate,
+        hidden,
+        limit,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        GROUP_M,
+        TMA,
+        STRICT,
+    )
+
+
+@triton.jit
+def swiglu_backward_loop(
+    dy,
+    w_down,
+    x,
+    w_gate,
+    w_up,
+    saved_g,
+    saved_u,
+    dgate,
+    dup,
+    tokens,
+    intermediate,
+    hidden,
+    limit,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TMA: tl.constexpr,
+    STRICT: tl.constexpr,
+    STAGES: tl.constexpr = None,
+):
+    """The tiles p, p + programs, ... of dgate and dup; g and u are read, or computed again from x.
+
+    Without x, `w_gate` and `w_up` are not used; with it, `saved_g` and `saved_u` are not.
+    """
     row_tiles = tl.cdiv(tokens, BLOCK_M)
     column_tiles = tl.cdiv(intermediate, BLOCK_N)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, GROUP_M)
         row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
         dh = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        dh = product_tile(dh, dy, w_down, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, STRICT)
+        dh = product_tile(
+            dh, dy, w_down, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, False, TMA, STRICT, STAGES
+        )
         dh = dh.to(tl.bfloat16)
         g, u = None, None
-        if g_ptr is None:
-            g, u = gate_up_tile(x, w_gate, w_up, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, TMA, STRICT)
+        if x is not None:
+            g, u = gate_up_tile(
+                x, w_gate, w_up, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, TMA, STRICT, STAGES
+            )
         if BLOCK_N < 128:
-            _store_gradients(dh, g, u, saved_g, saved_u, dgate, dup, row, column, limit, TMA)
+            store_gradients(dh, g, u, saved_g, saved_u, dgate, dup, row, column, limit, TMA)
         else:  # in halves: the whole of g and u beside dh would not fit the registers
             left, right = halves_tile(dh)
             g_left, g_right, u_left, u_right = None, None, None, None
-            if g_ptr is None:
+            if x is not None:
                 g_left, g_right = halves_tile(g)
                 u_left, u_right = halves_tile(u)
             middle = column + BLOCK_N // 2
-            _store_gradients(left, g_left, u_left, saved_g, saved_u, dgate, dup, row, column, limit, TMA)
-            _store_gradients(right, g_right, u_right, saved_g, saved_u, dgate, dup, row, middle, limit, TMA)
+            store_gradients(left, g_left, u_left, saved_g, saved_u, dgate, dup, row, column, limit, TMA)
+            store_gradients(right, g_right, u_right, saved_g, saved_u, dgate, dup, row, middle, limit, TMA)
 
 
 @triton.jit
-def _store_gradients(dh, g, u, saved_g, saved_u, dgate, dup, row, column, limit, TMA: tl.constexpr):
+def store_gradients(dh, g, u, saved_g, saved_u, dgate, dup, row, column, limit, TMA: tl.constexpr):
     """dgate and dup of one tile from dh (bf16) and g, u, which are read from memory where they are `None`."""
     if g is None:
         g = load_tile(saved_g, row, column, dh.shape[0], dh.shape[1], False)

@@ -51,24 +51,67 @@ def _shared_expert_gate_up_kernel(
     h = (h, tokens, intermediate, intermediate, 1, None, None)
     saved_g = (g_ptr, tokens, intermediate, intermediate, 1, None, None)
     saved_u = (u_ptr, tokens, intermediate, intermediate, 1, None, None)
+    gate_up_loop(
+        x,
+        w_gate,
+        w_up,
+        h,
+        saved_g,
+        saved_u,
+        tokens,
+        intermediate,
+        hidden,
+        limit,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        GROUP_M,
+        TMA,
+        STRICT,
+    )
+
+
+@triton.jit
+def gate_up_loop(
+    x,
+    w_gate,
+    w_up,
+    h,
+    saved_g,
+    saved_u,
+    tokens,
+    intermediate,
+    hidden,
+    limit,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TMA: tl.constexpr,
+    STRICT: tl.constexpr,
+    STAGES: tl.constexpr = None,
+):
+    """The tiles p, p + programs, ... of h, and of g and u where there is a place for them."""
     row_tiles = tl.cdiv(tokens, BLOCK_M)
     column_tiles = tl.cdiv(intermediate, BLOCK_N)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
         row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, GROUP_M)
         row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
-        g, u = gate_up_tile(x, w_gate, w_up, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, TMA, STRICT)
+        g, u = gate_up_tile(
+            x, w_gate, w_up, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, TMA, STRICT, STAGES
+        )
         if BLOCK_N < 128:
-            _store_activation(g, u, h, saved_g, saved_u, row, column, limit, TMA)
+            store_activation(g, u, h, saved_g, saved_u, row, column, limit, TMA)
         else:  # in halves, which need fewer registers
             g_left, g_right = halves_tile(g)
             u_left, u_right = halves_tile(u)
             middle = column + BLOCK_N // 2
-            _store_activation(g_left, u_left, h, saved_g, saved_u, row, column, limit, TMA)
-            _store_activation(g_right, u_right, h, saved_g, saved_u, row, middle, limit, TMA)
+            store_activation(g_left, u_left, h, saved_g, saved_u, row, column, limit, TMA)
+            store_activation(g_right, u_right, h, saved_g, saved_u, row, middle, limit, TMA)
 
 
 @triton.jit
-def _store_activation(g, u, h, saved_g, saved_u, row, column, limit, TMA: tl.constexpr):
+def store_activation(g, u, h, saved_g, saved_u, row, column, limit, TMA: tl.constexpr):
     """h of one tile, and g and u themselves where there is a place for them."""
     if saved_g[0] is not None:
         store_tile(saved_g, row, column, g, False)

@@ -2,7 +2,8 @@
 
 An operand is a tuple of
     0 source: a pointer or, with `TMA`, a host-side tensor descriptor (strides and offsets are then unused)
-    1 row_count, 2 column_count, 3 row_stride, 4 column_stride
+    1 row_count, 2 column_count: `None` where every tile that is loaded lies inside
+    3 row_stride, 4 column_stride
     5 row_offsets_ptr: int64 offsets that replace `row * row_stride`, or `None`
     6 range_ptr: int32 exponent ranges along k for `STRICT` (`kernels/operand_range.py`), or `None`
 
@@ -90,8 +91,15 @@ def load_tile(operand, row, column, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.
         columns = column + tl.arange(0, BLOCK_COLUMNS)
         offsets = row_offsets_tile(rows, operand[1], operand[3], operand[5])
         pointers = operand[0] + offsets[:, None] + columns.to(tl.int64)[None, :] * operand[4]
-        mask = (rows < operand[1])[:, None] & (columns < operand[2])[None, :]
-        return tl.load(pointers, mask=mask, other=0.0)
+        if operand[1] is None and operand[2] is None:
+            return tl.load(pointers)
+        elif operand[2] is None:
+            return tl.load(pointers, mask=(rows < operand[1])[:, None], other=0.0)
+        elif operand[1] is None:
+            return tl.load(pointers, mask=(columns < operand[2])[None, :], other=0.0)
+        else:
+            mask = (rows < operand[1])[:, None] & (columns < operand[2])[None, :]
+            return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
