@@ -76,7 +76,7 @@ def _shared_expert_swiglu_backward_kernel(
     swiglu_backward_loop(
         dy,
         w_down,
-        x if g_ptr is None else None,
+        x,
         w_gate,
         w_up,
         saved_g,
@@ -91,6 +91,7 @@ def _shared_expert_swiglu_backward_kernel(
         BLOCK_N,
         BLOCK_K,
         GROUP_M,
+        g_ptr is None,
         TMA,
         STRICT,
     )
@@ -115,13 +116,14 @@ def swiglu_backward_loop(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
     TMA: tl.constexpr,
     STRICT: tl.constexpr,
     STAGES: tl.constexpr = None,
 ):
-    """The tiles p, p + programs, ... of dgate and dup; g and u are read, or computed again from x.
+    """The tiles p, p + programs, ... of dgate and dup.
 
-    Without x, `w_gate` and `w_up` are not used; with it, `saved_g` and `saved_u` are not.
+    `RECOMPUTE`: g and u come from x, w_gate and w_up; else from saved_g and saved_u. The others are not used.
     """
     row_tiles = tl.cdiv(tokens, BLOCK_M)
     column_tiles = tl.cdiv(intermediate, BLOCK_N)
@@ -134,7 +136,7 @@ def swiglu_backward_loop(
         )
         dh = dh.to(tl.bfloat16)
         g, u = None, None
-        if x is not None:
+        if RECOMPUTE:
             g, u = gate_up_tile(
                 x, w_gate, w_up, row, column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, TMA, STRICT, STAGES
             )
@@ -143,7 +145,7 @@ def swiglu_backward_loop(
         else:  # in halves: the whole of g and u beside dh would not fit the registers
             left, right = halves_tile(dh)
             g_left, g_right, u_left, u_right = None, None, None, None
-            if x is not None:
+            if RECOMPUTE:
                 g_left, g_right = halves_tile(g)
                 u_left, u_right = halves_tile(u)
             middle = column + BLOCK_N // 2

@@ -8,12 +8,12 @@ import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import empty_strided
-from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
+from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.virtualized import V
 
 from ..kernels import configs
 from ..kernels.launch import device_facts
-from .inductor import select, tunes
+from .inductor import Template, select, tunes
 from .source import template_source
 
 
@@ -24,7 +24,7 @@ def _programs(rows, columns, meta):
 
 
 _GATE_UP, _DOWN, _SWIGLU_BACKWARD, _DX = (
-    TritonTemplate(name=f"moe_ops_{name}", grid=_programs, source=template_source(name))
+    Template(name=f"moe_ops_{name}", grid=_programs, source=template_source(name))
     for name in (
         "shared_expert_gate_up",
         "shared_expert_down",

@@ -3,7 +3,26 @@
 from collections.abc import Sequence
 
 from torch._inductor import config, ir
-from torch._inductor.select_algorithm import autotune_select_algorithm
+from torch._inductor.select_algorithm import (
+    TritonTemplate,
+    TritonTemplateKernel,
+    autotune_select_algorithm,
+)
+
+
+class _Kernel(TritonTemplateKernel):
+    """With `output_pointer()` in its template, for an output that nothing is fused into."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._register_extra_template_env_fns(self.output_pointer)
+
+    def output_pointer(self) -> str:
+        return self.args.output(self.output_node.get_name())
+
+
+class Template(TritonTemplate):
+    kernel_type = _Kernel
 
 
 def select(

@@ -1,7 +1,6 @@
 """The text of a Triton template: a shell of `templates/` and the device functions that it calls.
 
-The functions are those of `moe_ops.kernels.tiles`, which the eager kernels call too: the mathematics exists
-once.
+The functions are those of which the eager kernels are made: the mathematics exists once.
 """
 
 import re
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from triton.runtime.jit import JITFunction
 
-from ..kernels import tiles
+from ..kernels import shared_expert_backward, shared_expert_forward, tiles
 
 _FOLDER = Path(__file__).parent / "templates"
 
@@ -22,8 +21,13 @@ def template_source(name: str) -> str:
 
 
 def _called(text: str) -> list[JITFunction]:
-    """The functions of `tiles` that the text names, and those that they name in turn."""
-    available = {name: value for name, value in vars(tiles).items() if isinstance(value, JITFunction)}
+    """The device functions that the text names, and those that they name in turn."""
+    available = {
+        name: value
+        for module in (tiles, shared_expert_forward, shared_expert_backward)
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction)
+    }
     names, waiting = set(), [text]
     while waiting:
         words = set(re.findall(r"\w+", waiting.pop()))
