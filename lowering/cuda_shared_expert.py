@@ -42,7 +42,7 @@ def forward(x, w_gate, w_up, w_down, limit, *, save):
         limit: `swiglu_limit`.
         save: whether to return g and u.
     """
-    x, w_gate, w_up, w_down = map(_operand, (x, w_gate, w_up, w_down))
+    x, (w_gate, w_up, w_down) = _operand(x), map(_weight, (w_gate, w_up, w_down))
     tokens, (intermediate, hidden) = x.get_size()[0], w_gate.get_size()
     saved = []
     if save:
@@ -71,7 +71,7 @@ def dx(dy, x, saved, w_gate, w_up, w_down, limit, out_dtype):
         saved: (g, u), [T, I] fp32, where x is `None`.
         w_gate, w_up, w_down, limit: as for the forward.
     """
-    dy, w_gate, w_up, w_down = map(_operand, (dy, w_gate, w_up, w_down))
+    dy, (w_gate, w_up, w_down) = _operand(dy), map(_weight, (w_gate, w_up, w_down))
     tokens, (intermediate, hidden) = dy.get_size()[0], w_gate.get_size()
     recompute = saved is None
     products = [dy, w_down] + ([_operand(x), w_gate, w_up] if recompute else [])
@@ -116,7 +116,8 @@ def _call(
     layout = ir.FixedLayout(inputs[0].get_device(), dtype, list(size))
     columns = size[1] if columns is None else columns
     facts = device_facts(layout.device)
-    has_layout = has_layout and all(_has_tma_layout(operand) for operand in tma)
+    # AOTInductor allocates the memory in which a kernel makes its descriptors for one program, not for all.
+    has_layout = has_layout and not V.graph.cpp_wrapper and all(map(_has_tma_layout, tma))
     choices = []
     for tiles in _alternatives(
         family, facts, size[0], columns, has_layout, dtype.itemsize, tuning=not mutated
@@ -168,6 +169,13 @@ def _operand(value):
     value = realize_inputs(value)
     if isinstance(value.get_layout(), ir.FlexibleLayout):
         value = ir.ExternKernel.require_contiguous(value)
+    return value
+
+
+def _weight(value):
+    """As `_operand`, with numbers for sizes and strides: unknown ones allow neither wide loads nor TMA."""
+    value = _operand(value)
+    V.graph.sizevars.guard_int_seq([*value.get_size(), *value.get_stride()])
     return value
 
 
