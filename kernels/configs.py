@@ -8,6 +8,7 @@ most of a tile lies outside. All tiles of a profile have the same bits: the choi
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,6 @@ class Family:
         outputs: how many tensors it stores.
         in_halves: whether its epilogue runs in parts of `Tile.epilogue_n` columns.
         fast, strict: the tiles of `tc-fp32-v1` and of `fp32-serial-v1`.
-        dynamic: those of `tc-fp32-v1` for one kernel that serves every number of tokens.
     """
 
     weights: int
@@ -87,7 +87,6 @@ class Family:
     in_halves: bool
     fast: tuple[Tile, ...]
     strict: tuple[Tile, ...]
-    dynamic: tuple[Tile, ...]
 
     def shared_memory(self, tile: Tile, output_bytes: int = 2) -> int:
         """Bytes a block needs at most: the bf16 operand tiles of the pipeline and, with TMA, the outputs."""
@@ -118,14 +117,6 @@ FAMILIES = {
             Tile(16, 64, 32, 4, 3, 113, tma=False),
             Tile(128, 64, 16, 8, 3, 341, tma=False),
         ),
-        dynamic=(
-            Tile(16, 16, 256, 8, 6, 2.90, tma=False),
-            Tile(64, 16, 256, 8, 4, 2.99),
-            Tile(64, 32, 128, 8, 4, 4.10),
-            Tile(64, 64, 128, 8, 4, 4.80),
-            Tile(128, 128, 64, 8, 4, 11.57),
-            Tile(128, 64, 64, 8, 3, 10.6, tma=False),
-        ),
     ),
     "down": Family(
         weights=1,
@@ -148,14 +139,6 @@ FAMILIES = {
             Tile(32, 64, 32, 4, 3, 97, tma=False),
             Tile(128, 128, 16, 8, 3, 242, tma=False),
         ),
-        dynamic=(
-            Tile(16, 16, 256, 8, 6, 2.34, tma=False),
-            Tile(64, 32, 256, 8, 4, 2.86),
-            Tile(64, 64, 128, 8, 5, 4.02),
-            Tile(128, 128, 64, 8, 6, 6.86),
-            Tile(128, 256, 64, 8, 3, 12.05),
-            Tile(128, 128, 64, 8, 3, 10.3, tma=False),
-        ),
     ),
     "swiglu_backward": Family(
         weights=1,
@@ -176,13 +159,6 @@ FAMILIES = {
             Tile(16, 16, 32, 4, 3, 26, tma=False),
             Tile(16, 64, 32, 4, 3, 38, tma=False),
             Tile(128, 128, 16, 8, 3, 137, tma=False),
-        ),
-        dynamic=(
-            Tile(16, 32, 256, 8, 4, 2.40, tma=False),
-            Tile(64, 16, 256, 8, 5, 2.73),
-            Tile(64, 64, 128, 8, 6, 3.56),
-            Tile(128, 128, 64, 8, 5, 7.52),
-            Tile(64, 64, 64, 8, 3, 7.3, tma=False),
         ),
     ),
     "swiglu_backward_recompute": Family(
@@ -205,13 +181,6 @@ FAMILIES = {
             Tile(16, 64, 32, 4, 3, 150, tma=False),
             Tile(64, 128, 16, 8, 3, 429, tma=False),
         ),
-        dynamic=(
-            Tile(16, 16, 256, 8, 4, 5.06, tma=False),
-            Tile(64, 16, 256, 8, 4, 5.34),
-            Tile(64, 64, 128, 8, 4, 7.89),
-            Tile(128, 128, 64, 8, 3, 20.72),
-            Tile(64, 32, 64, 8, 3, 13.8, tma=False),
-        ),
     ),
     "dx": Family(
         weights=1,
@@ -233,14 +202,6 @@ FAMILIES = {
             Tile(16, 32, 64, 4, 3, 31, tma=False),
             Tile(32, 64, 32, 4, 3, 48, tma=False),
             Tile(128, 128, 16, 8, 3, 130, tma=False),
-        ),
-        dynamic=(
-            Tile(16, 32, 128, 8, 6, 4.10, tma=False),
-            Tile(64, 32, 256, 8, 4, 3.32),
-            Tile(64, 64, 128, 8, 5, 3.83),
-            Tile(128, 128, 64, 8, 6, 6.59),
-            Tile(128, 256, 64, 8, 3, 11.27),
-            Tile(128, 128, 64, 8, 3, 9.9, tma=False),
         ),
     ),
 }
@@ -279,34 +240,24 @@ def choose(
         tma: whether the operands' layout allows descriptors.
         output_bytes: of one element of the output.
     """
-    valid = candidates(name, facts, rows, strict=strict, tma=tma, output_bytes=output_bytes)
-    return min(valid, key=lambda tile: tile.waves(facts, rows, columns) * tile.cost)
-
-
-def candidates(
-    name: str, facts: DeviceFacts, rows: int, *, strict: bool, tma: bool, output_bytes: int = 2
-) -> list[Tile]:
-    """The valid tiles that are not much taller than an output of `rows`; arguments as for `choose`."""
     family = FAMILIES[name]
     valid = [
         tile
         for tile in tiles(name, strict=strict)
         if is_valid(family, tile, facts, tma=tma, output_bytes=output_bytes)
     ]
-    smallest = min(tile.block_m for tile in valid)
-    return [tile for tile in valid if tile.block_m < max(2 * rows, smallest + 1)]
+    return fastest(valid, facts, rows, columns)
 
 
-def dynamic_tiles(name: str, facts: DeviceFacts, *, tma: bool, output_bytes: int = 2) -> tuple[Tile, ...]:
-    """The tiles among which one kernel chooses at run time, by `choose`'s rule; the first has fewest rows.
+def fastest(tiles: Sequence[Tile], facts: DeviceFacts, rows: int, columns: int) -> Tile:
+    """The tile with the least `waves * cost` for an output of `rows` x `columns`."""
+    return min(fitting(tiles, rows), key=lambda tile: tile.waves(facts, rows, columns) * tile.cost)
 
-    They share `num_warps` and `blocks`, which belong to a launch.
-    """
-    family = FAMILIES[name]
-    valid = [
-        tile for tile in family.dynamic if is_valid(family, tile, facts, tma=tma, output_bytes=output_bytes)
-    ]
-    return tuple(tile for tile in valid if tile.tma or not (tma and facts.has_tma) or tile is valid[0])
+
+def fitting(tiles: Sequence[Tile], rows: int) -> list[Tile]:
+    """Those that are not much taller than an output of `rows`."""
+    smallest = min(tile.block_m for tile in tiles)
+    return [tile for tile in tiles if tile.block_m < max(2 * rows, smallest + 1)]
 
 
 def tiles(name: str, *, strict: bool) -> tuple[Tile, ...]:

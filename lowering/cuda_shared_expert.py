@@ -11,7 +11,7 @@ from torch._inductor.lowering import empty_strided
 from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.virtualized import V
 
-from ..kernels import configs
+from ..kernels import template_configs
 from ..kernels.launch import device_facts
 from .inductor import Template, select, tunes
 from .source import template_source
@@ -43,7 +43,7 @@ def forward(x, w_gate, w_up, w_down, limit, *, save):
         save: whether to return g and u.
     """
     x, (w_gate, w_up, w_down) = _operand(x), map(_weight, (w_gate, w_up, w_down))
-    tokens, (intermediate, hidden) = x.get_size()[0], w_gate.get_size()
+    tokens, (intermediate, hidden) = x.get_size()[0], _numbers(w_gate.get_size())
     saved = []
     if save:
         saved = [_empty(x, (tokens, intermediate), torch.float32) for _ in range(2)]
@@ -72,7 +72,7 @@ def dx(dy, x, saved, w_gate, w_up, w_down, limit, out_dtype):
         w_gate, w_up, w_down, limit: as for the forward.
     """
     dy, (w_gate, w_up, w_down) = _operand(dy), map(_weight, (w_gate, w_up, w_down))
-    tokens, (intermediate, hidden) = dy.get_size()[0], w_gate.get_size()
+    tokens, (intermediate, hidden) = dy.get_size()[0], _numbers(w_gate.get_size())
     recompute = saved is None
     products = [dy, w_down] + ([_operand(x), w_gate, w_up] if recompute else [])
     dz = _call(
@@ -94,7 +94,7 @@ def dx(dy, x, saved, w_gate, w_up, w_down, limit, out_dtype):
         dtype=out_dtype,
         tma=[dz, w_gate, w_up],
         # The up half of dz starts at column I.
-        has_layout=V.graph.sizevars.statically_known_multiple_of(intermediate, 8),
+        has_layout=intermediate % 8 == 0,
         ROUND=out_dtype == torch.bfloat16,
     )
 
@@ -119,9 +119,7 @@ def _call(
     # AOTInductor allocates the memory in which a kernel makes its descriptors for one program, not for all.
     has_layout = has_layout and not V.graph.cpp_wrapper and all(map(_has_tma_layout, tma))
     choices = []
-    for tiles in _alternatives(
-        family, facts, size[0], columns, has_layout, dtype.itemsize, tuning=not mutated
-    ):
+    for tiles in _alternatives(family, facts, size[0], columns, tma=has_layout, tuning=not mutated):
         error = template.maybe_append_choice(
             choices,
             input_nodes=tuple(inputs),
@@ -138,22 +136,21 @@ def _call(
     return select(template.name, choices, inputs, layout)
 
 
-def _alternatives(family, facts, rows, columns, tma, output_bytes, *, tuning):
+def _alternatives(family, facts, rows, columns, *, tma, tuning):
     """Each entry is one kernel, given by the tiles among which it chooses at run time.
 
-    A static shape has the tile that eager chooses, all valid ones under `max-autotune`. A dynamic one has a
-    kernel that chooses by the number of tokens at hand, which no benchmark of one T could do.
+    For a static T the one tile chosen by rule, or under `max-autotune` all that fit. For a dynamic T one kernel
+    that chooses by the number of tokens at hand, by the same rule, which no benchmark of one T could do.
     """
-    if not (_is_number(rows) and _is_number(columns)):
-        return [configs.dynamic_tiles(family, facts, tma=tma, output_bytes=output_bytes)]
-    options = {"strict": False, "tma": tma, "output_bytes": output_bytes}
+    if not _is_number(rows):
+        return [template_configs.dynamic_tiles(family, facts, tma=tma)]
     if tunes() and tuning:
-        return [(tile,) for tile in configs.candidates(family, facts, int(rows), **options)]
-    return [(configs.choose(family, facts, int(rows), int(columns), **options),)]
+        return [[tile] for tile in template_configs.static_candidates(family, facts, int(rows), tma=tma)]
+    return [[template_configs.static_tile(family, facts, int(rows), int(columns), tma=tma)]]
 
 
 def _program_count(tiles, facts, rows, columns):
-    if len(tiles) == 1 and _is_number(rows) and _is_number(columns):
+    if _is_number(rows):
         return tiles[0].grid(facts, int(rows), int(columns))[0]
     return facts.multiprocessors * tiles[0].blocks
 
@@ -175,8 +172,13 @@ def _operand(value):
 def _weight(value):
     """As `_operand`, with numbers for sizes and strides: unknown ones allow neither wide loads nor TMA."""
     value = _operand(value)
-    V.graph.sizevars.guard_int_seq([*value.get_size(), *value.get_stride()])
+    _numbers([*value.get_size(), *value.get_stride()])
     return value
+
+
+def _numbers(sizes):
+    """Guards on them where they are symbols."""
+    return V.graph.sizevars.guard_int_seq(sizes)
 
 
 def _has_tma_layout(operand):
