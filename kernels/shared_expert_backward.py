@@ -127,7 +127,7 @@ def swiglu_backward_loop(
     """
     row_tiles = tl.cdiv(tokens, BLOCK_M)
     column_tiles = tl.cdiv(intermediate, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), num_stages=1):
         row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, GROUP_M)
         row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
         dh = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -199,7 +199,7 @@ def _shared_expert_dx_kernel(
     w_up = (w_up, intermediate, hidden, stride_uk, stride_un, None, up_range_ptr)
     row_tiles = tl.cdiv(tokens, BLOCK_M)
     column_tiles = tl.cdiv(hidden, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), num_stages=1):
         row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, GROUP_M)
         row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
         value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

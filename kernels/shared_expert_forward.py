@@ -94,7 +94,7 @@ def gate_up_loop(
     """The tiles p, p + programs, ... of h, and of g and u where there is a place for them."""
     row_tiles = tl.cdiv(tokens, BLOCK_M)
     column_tiles = tl.cdiv(intermediate, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), num_stages=1):
         row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, GROUP_M)
         row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
         g, u = gate_up_tile(
@@ -143,7 +143,7 @@ def _shared_expert_down_kernel(
     w_down = (w_down, hidden, intermediate, stride_dn, stride_dk, None, down_range_ptr)
     row_tiles = tl.cdiv(tokens, BLOCK_M)
     column_tiles = tl.cdiv(hidden, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), num_stages=1):
         row_tile, column_tile = tile_position(tile, row_tiles, column_tiles, GROUP_M)
         row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
         value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -82,6 +82,19 @@ def row_offsets_tile(rows, row_count, row_stride, row_offsets_ptr):
 
 
 @triton.jit
+def inside_tile(operand, rows, columns):
+    """Which elements of a tile lie inside the matrix; `None` where all do."""
+    if operand[1] is None and operand[2] is None:
+        return None
+    elif operand[1] is None:
+        return (columns < operand[2])[None, :]
+    elif operand[2] is None:
+        return (rows < operand[1])[:, None]
+    else:
+        return (rows < operand[1])[:, None] & (columns < operand[2])[None, :]
+
+
+@triton.jit
 def load_tile(operand, row, column, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TMA: tl.constexpr):
     """The tile of `operand` whose corner is (row, column); zero outside."""
     if TMA:
@@ -93,13 +106,8 @@ def load_tile(operand, row, column, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.
         pointers = operand[0] + offsets[:, None] + columns.to(tl.int64)[None, :] * operand[4]
         if operand[1] is None and operand[2] is None:
             return tl.load(pointers)
-        elif operand[2] is None:
-            return tl.load(pointers, mask=(rows < operand[1])[:, None], other=0.0)
-        elif operand[1] is None:
-            return tl.load(pointers, mask=(columns < operand[2])[None, :], other=0.0)
         else:
-            mask = (rows < operand[1])[:, None] & (columns < operand[2])[None, :]
-            return tl.load(pointers, mask=mask, other=0.0)
+            return tl.load(pointers, mask=inside_tile(operand, rows, columns), other=0.0)
 
 
 @triton.jit
@@ -112,8 +120,8 @@ def store_tile(operand, row, column, value, TMA: tl.constexpr):
         columns = column + tl.arange(0, value.shape[1])
         offsets = row_offsets_tile(rows, operand[1], operand[3], operand[5])
         pointers = operand[0] + offsets[:, None] + columns.to(tl.int64)[None, :] * operand[4]
-        mask = (rows < operand[1])[:, None] & (columns < operand[2])[None, :]
-        tl.store(pointers, value.to(operand[0].dtype.element_ty), mask=mask)
+        value = value.to(operand[0].dtype.element_ty)
+        tl.store(pointers, value, mask=inside_tile(operand, rows, columns))
 
 
 @triton.jit

@@ -140,7 +140,7 @@ def _alternatives(family, facts, rows, columns, *, tma, tuning):
     """Each entry is one kernel, given by the tiles among which it chooses at run time.
 
     For a static T the one tile chosen by rule, or under `max-autotune` all that fit. For a dynamic T one
-    kernel that chooses by the number of tokens at hand, by the same rule: no benchmark of one T could do that.
+    kernel that chooses by the number of tokens at hand, by the same rule, as no benchmark of one T could.
     """
     if not _is_number(rows):
         return [template_configs.dynamic_tiles(family, facts, tma=tma)]

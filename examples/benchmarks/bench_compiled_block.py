@@ -2,9 +2,9 @@
 
     python examples/benchmarks/bench_compiled_block.py [--tokens 1 64] [--json FILE]
 
-Two figures of each: one call replayed as a CUDA graph after a flush of L2, and a call as Python makes it, many
-in a row. "dynamic" is the lowered graph that serves every T. The plain MLP has a packed gate-up weight, frozen
-as ours are. No figure is printed before the correctness gate has passed.
+Two figures of each: one call replayed as a CUDA graph after a flush of L2, and a call as Python makes it,
+many in a row. "dynamic" is the lowered graph that serves every T. The plain MLP has a packed gate-up weight,
+frozen as ours are. No figure is printed before the correctness gate has passed.
 """
 
 import argparse
@@ -59,33 +59,52 @@ def make_blocks(hidden: int, intermediate: int, tokens: int) -> tuple[Block, Blo
     return *blocks, inputs.x, inputs.dy
 
 
-def compiled(kind: str, ours: Block, plain: Block, x: Tensor, dy: Tensor, name: str):
-    """The call of one pass, without arguments, compiled and called once."""
-    torch.compiler.reset()
-    moe_ops.use_lowerings(kind != "opaque")
-    module = torch.compile(plain if kind == "plain" else ours, fullgraph=True, dynamic=kind == "dynamic")
+def measure(ours: Block, plain: Block, x: Tensor, dy: Tensor, name: str) -> dict:
+    """One row: every kind of one pass at one T."""
     if name == "forward_dx":
         x = x.detach().clone().requires_grad_()
-    if kind == "dynamic" and len(x) > 1:  # T = 1 is always a graph of its own
+    graphs, results, called, counts = {}, {}, {}, {}
+    for kind in (*OURS, "plain"):
+        torch.compiler.reset()  # kinds of one module would share what is compiled
+        moe_ops.use_lowerings(kind != "opaque")
+        call = compiled(plain if kind == "plain" else ours, x, dy, name, dynamic=kind == "dynamic")
+        results[kind] = call()
+        graphs[kind], called[kind], counts[kind] = capture(call), time_calls(call), kernels(call)
+    moe_ops.use_lowerings(True)
+    check(results, name)
+    us = time_graphs(graphs)
+    return {
+        "block": "shared expert",
+        "pass": name,
+        "hidden": x.shape[1],
+        "intermediate": ours.mlp.intermediate_size,
+        "tokens": len(x),
+        "us": us,
+        "us_called": called,
+        "kernels": counts,
+        "ratio": {kind: value / us["lowered"] for kind, value in us.items() if kind != "lowered"},
+    }
+
+
+def compiled(block: Block, x: Tensor, dy: Tensor, name: str, *, dynamic: bool):
+    """The call of one pass, without arguments."""
+    module = torch.compile(block, fullgraph=True, dynamic=dynamic)
+    if dynamic and len(x) > 1:  # T = 1 is always a graph of its own
         torch._dynamo.mark_dynamic(x, 0)
 
-    def forward() -> Tensor:
+    def forward() -> tuple[Tensor]:
         with torch.no_grad():
-            return module(x)
+            return (module(x),)
 
     def forward_dx() -> tuple[Tensor, Tensor]:
         y = module(x)
         return y.detach(), torch.autograd.grad(y, x, dy)[0]
 
-    call = forward if name == "forward" else forward_dx
-    call()
-    moe_ops.use_lowerings(True)
-    return call
+    return forward if name == "forward" else forward_dx
 
 
-def check(calls: dict, name: str) -> None:
+def check(results: dict[str, tuple[Tensor, ...]], name: str) -> None:
     """The gate: the lowered graphs have the bits of the opaque one, which is near the plain one."""
-    results = {kind: call() if name == "forward_dx" else (call(),) for kind, call in calls.items()}
     for kind in ("lowered", "dynamic"):
         if not all(map(bits_equal, results[kind], results["opaque"])):
             raise SystemExit(f"RED: {name}: {kind} and opaque differ")
@@ -99,7 +118,7 @@ def kernels(call) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    return sum(event.count for event in profile.key_averages() if not event.key.startswith("Mem"))
+    return sum(event.count for event in profile.key_averages() if event.device_time_total > 0)
 
 
 def time_calls(call) -> float:
@@ -113,26 +132,9 @@ def time_calls(call) -> float:
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
-def measure(ours: Block, plain: Block, x: Tensor, dy: Tensor, name: str) -> dict:
-    calls = {kind: compiled(kind, ours, plain, x, dy, name) for kind in (*OURS, "plain")}
-    check(calls, name)
-    us = time_graphs({kind: capture(call) for kind, call in calls.items()})
-    return {
-        "block": "shared expert",
-        "pass": name,
-        "hidden": x.shape[1],
-        "intermediate": ours.mlp.intermediate_size,
-        "tokens": len(x),
-        "us": us,
-        "us_called": {kind: time_calls(call) for kind, call in calls.items()},
-        "kernels": {kind: kernels(call) for kind, call in calls.items()},
-        "ratio": {kind: value / us["lowered"] for kind, value in us.items() if kind != "lowered"},
-    }
-
-
 def show(row: dict) -> None:
     cells = (
-        f"{kind} {row['us'][kind]:.1f} us, called {row['us_called'][kind]:.0f}, {row['kernels'][kind]} kernels"
+        f"{kind} {row['us'][kind]:.1f} us (called: {row['us_called'][kind]:.0f}), {row['kernels'][kind]} kernels"
         for kind in row["us"]
     )
     print(f"{row['pass']:<10} T {row['tokens']:>5}  {'  |  '.join(cells)}", flush=True)
