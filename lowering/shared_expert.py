@@ -87,6 +87,11 @@ def _kernels(choice, activation):
         from . import cuda_shared_expert
 
         return cuda_shared_expert, None
+    if choice.profile == "cpu-fp32-v1":
+        from . import cpu_shared_expert
+
+        reason = cpu_shared_expert.reason()
+        return (None, reason) if reason else (cpu_shared_expert, None)
     return None, f"profile '{choice.profile}' has no lowering"
 
 

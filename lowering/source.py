@@ -15,9 +15,14 @@ _FOLDER = Path(__file__).parent / "templates"
 
 def template_source(name: str) -> str:
     """The template `name`: macros, kernel, device functions."""
-    shell = (_FOLDER / "tiles.jinja").read_text() + (_FOLDER / f"{name}.jinja").read_text()
-    functions = "".join(f"\n\n@triton.jit\n{function.src}" for function in _called(shell))
-    return shell + functions
+    kernel = shell("tiles") + shell(name)
+    functions = "".join(f"\n\n@triton.jit\n{function.src}" for function in _called(kernel))
+    return kernel + functions
+
+
+def shell(name: str) -> str:
+    """A file of `templates/`."""
+    return (_FOLDER / f"{name}.jinja").read_text()
 
 
 def _called(text: str) -> list[JITFunction]:
