@@ -32,6 +32,8 @@ class _Kernel(CppTemplate):
 
     def __init__(self, name, inputs, size, dtype, **options):
         self.inputs = {key: realize_inputs(value) for key, value in inputs.items()}
+        for value in self.inputs.values():
+            value.freeze_layout()
         self.options = options
         layout = ir.FixedLayout(torch.device("cpu"), dtype, list(size))
         super().__init__(name, list(self.inputs.values()), layout, parallel_num_threads())
@@ -40,6 +42,9 @@ class _Kernel(CppTemplate):
         template = self._template_from_string(shell(self.name))
         output = self.output_node if template_buffer_node is None else template_buffer_node
         return template.render(kernel=kernel, template=self, inputs=self.inputs, Y=output, **self.options)
+
+    def has_contiguous_rows(self, value):
+        return V.graph.sizevars.statically_known_equals(value.get_stride()[1], 1)
 
     def output(self):
         """The kernel's result, with nothing fused into it."""
