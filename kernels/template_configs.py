@@ -3,7 +3,7 @@
 Their loads differ from those of the eager kernels. Sizes and strides of weights are constants, which makes
 pointers fast; a TMA descriptor is made by each program for itself, which takes about 1.5 microseconds, so
 that only tiles for many tokens have them. Costs as in `configs.py`, measured on an NVIDIA H200 (torch 2.11,
-triton 3.6) at (H, I) = (4096, 2048), T from 2 to 8192. All tiles have the same bits, those of the eager kernels.
+triton 3.6) at (H, I) = (4096, 2048), T from 2 to 8192. All tiles have the bits of the eager kernels.
 """
 
 from .configs import FAMILIES, Tile, fastest, fitting, is_valid

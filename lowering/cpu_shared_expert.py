@@ -12,7 +12,7 @@ from torch._inductor.utils import parallel_num_threads
 from torch._inductor.virtualized import V
 
 from ..kernels.cpu_matmul import CHUNK_K
-from .source import shell
+from .shells import shell
 
 _VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 

@@ -4,13 +4,11 @@ The functions are those of which the eager kernels are made: the mathematics exi
 """
 
 import re
-from pathlib import Path
 
 from triton.runtime.jit import JITFunction
 
 from ..kernels import shared_expert_backward, shared_expert_forward, tiles
-
-_FOLDER = Path(__file__).parent / "templates"
+from .shells import shell
 
 
 def template_source(name: str) -> str:
@@ -18,11 +16,6 @@ def template_source(name: str) -> str:
     kernel = shell("tiles") + shell(name)
     functions = "".join(f"\n\n@triton.jit\n{function.src}" for function in _called(kernel))
     return kernel + functions
-
-
-def shell(name: str) -> str:
-    """A file of `templates/`."""
-    return (_FOLDER / f"{name}.jinja").read_text()
 
 
 def _called(text: str) -> list[JITFunction]:

@@ -134,7 +134,7 @@ def time_calls(call) -> float:
 
 def show(row: dict) -> None:
     cells = (
-        f"{kind} {row['us'][kind]:.1f} us (called: {row['us_called'][kind]:.0f}), {row['kernels'][kind]} kernels"
+        f"{kind} {row['us'][kind]:.1f} us ({row['us_called'][kind]:.0f} called), {row['kernels'][kind]} kernels"
         for kind in row["us"]
     )
     print(f"{row['pass']:<10} T {row['tokens']:>5}  {'  |  '.join(cells)}", flush=True)
