@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+import moe_ops
+
 
 def pytest_collection_modifyitems(items):
     """Tests marked `gpu` need a CUDA device."""
@@ -23,6 +25,14 @@ def fresh_compiler():
     with fresh_cache():
         yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def opaque():
+    """Operators are compiled as calls."""
+    moe_ops.use_lowerings(False)
+    yield
+    moe_ops.use_lowerings(True)
 
 
 @pytest.fixture
