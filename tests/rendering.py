@@ -102,7 +102,7 @@ def pretended_h200():
 
 
 def render(function, *shapes, dynamic=False):
-    """The code of `function` of bf16 CUDA tensors of these shapes; `dynamic`: the first size is a symbol T."""
+    """The code of `function` of bf16 CUDA tensors of these shapes; `dynamic`: the first size is a symbol."""
     from torch._dynamo.source import ConstantSource
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table

@@ -30,7 +30,7 @@ HIT, MISS = ["True", "True"], ["False", "True"]
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a copy of the project in a fresh process; returns whether a cache hit and compiled equals eager."""
+    """Runs a copy of the project in a fresh process: whether a cache hit, whether compiled is eager."""
     copy = tmp_path / "copy"
     for folder in ("moe_ops", "kernels", "lowering"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""What the lowerings generate for a GPU: kernels counted, epilogues fused, code compiled for sm_90, offline."""
+"""What the lowerings generate for a GPU, offline: kernels counted, epilogues fused, compiled for sm_90."""
 
 import importlib.util
 import re
