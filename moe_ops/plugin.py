@@ -21,11 +21,9 @@ _state = {"installed": False, "enabled": True}
 
 
 def install() -> None:
-    """Register the lowerings if Inductor is loaded, and see that its caches know them; cheap when done."""
-    if "torch._inductor.graph" not in sys.modules:
-        return
-    tag_caches()
-    if _state["installed"]:
+    """Register the lowerings if Inductor is loaded, and see that the caches know them; cheap when done."""
+    tag_caches()  # also before Inductor is loaded: AOTAutograd asks its cache first
+    if _state["installed"] or "torch._inductor.graph" not in sys.modules:
         return
     with _LOCK:
         if _state["installed"]:

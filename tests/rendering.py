@@ -101,8 +101,11 @@ def pretended_h200():
         yield
 
 
-def render(function, *shapes, dynamic=False):
-    """The code of `function` of bf16 CUDA tensors of these shapes; `dynamic`: the first size is a symbol."""
+def render(function, *shapes, dynamic=False, aot=False):
+    """The code of `function` of bf16 CUDA tensors of these shapes.
+
+    `dynamic`: the first size is a symbol. `aot`: lowered as for AOTInductor.
+    """
     from torch._dynamo.source import ConstantSource
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
@@ -132,7 +135,9 @@ def render(function, *shapes, dynamic=False):
         with V.set_fake_mode(mode):
             graph = GraphLowering(module, example_inputs=symbols + inputs, shape_env=shape_env)
             with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
+                graph.cpp_wrapper = aot
                 graph.run(*symbols, *inputs)
+                graph.cpp_wrapper = False
                 code = graph.codegen()[0]
     return getattr(code, "value", code)
 

@@ -1,4 +1,4 @@
-"""Prints the results tables of the README from JSON files of `bench_shared_expert.py` or `bench_mega_moe.py`.
+"""Prints the results tables of the README from JSON files of the benchmarks beside it.
 
     python examples/benchmarks/table.py examples/benchmarks/results/h200_*.json
 
@@ -70,9 +70,25 @@ def _moe_cell(row: dict, key: str, baselines: tuple[str, ...]) -> str:
     return f"{us[key]:.1f} us ({' / '.join(ratios)})"
 
 
+def block_table(path: Path) -> str:
+    """Markdown of one file of `bench_compiled_block.py`: one line per pass and T."""
+    kinds = ("lowered", "dynamic", "opaque", "plain")
+    titles = ("pass", "T", "lowered", "lowered, any T", "opaque", "plain torch", "as called")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in json.loads(path.read_text())["rows"]:
+        cells = [f"{row['us'][kind]:.1f} us ({row['kernels'][kind]})" for kind in kinds]
+        called = " / ".join(f"{row['us_called'][kind]:.0f}" for kind in kinds)
+        name = row["pass"].replace("_dx", " + dX")
+        lines.append(f"| {' | '.join((name, str(row['tokens']), *cells, called))} us |")
+    return "\n".join(lines)
+
+
 def render(paths: list[Path]) -> str:
     """The table of the files' benchmark."""
-    if any("experts" in row for row in json.loads(paths[0].read_text())["rows"]):
+    rows = json.loads(paths[0].read_text())["rows"]
+    if "block" in rows[0]:
+        return "\n\n".join(map(block_table, paths))
+    if any("experts" in row for row in rows):
         return "\n\n".join(map(moe_table, paths))
     return table(paths)
 
