@@ -64,12 +64,12 @@ def tag_caches() -> None:
 
 def _digest() -> str:
     """Of every source file of the package, by name and content."""
-    folders = {"": Path(__file__).parent}
-    for name in ("kernels", "lowering"):
-        (folder,) = importlib.util.find_spec(f"{__package__}.{name}").submodule_search_locations
-        folders[name] = Path(folder)
+    folders = [("", Path(__file__).parent)]
+    for name in ("kernels", "lowering"):  # beside this package in a checkout, inside it where it is installed
+        places = importlib.util.find_spec(f"{__package__}.{name}").submodule_search_locations
+        folders += [(name, Path(place)) for place in sorted(set(places))]
     total = hashlib.sha256()
-    for name, folder in folders.items():
+    for name, folder in folders:
         for path in sorted(folder.rglob("*")):
             if path.suffix in (".py", ".jinja"):
                 total.update(f"{name}/{path.relative_to(folder)}\0".encode())

@@ -252,7 +252,8 @@ def test_wheel_holds_the_folders(tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     assert {path.name for path in site.iterdir()} == {"moe_ops", f"moe_ops-{VERSION}.dist-info"}
-    assert (site / "moe_ops/py.typed").exists()
+    for name in ("py.typed", "lowering/templates/tiles.jinja", "lowering/templates/cpu_product.jinja"):
+        assert (site / "moe_ops" / name).exists()
     code = "import moe_ops.lowering, moe_ops.kernels.cpu_matmul as kernel"
     found = run_python(f"{code}\nprint(moe_ops.__version__, kernel.__file__)", site, cwd=tmp_path)
     assert found == [VERSION, str(site / "moe_ops/kernels/cpu_matmul.py")]

@@ -17,8 +17,9 @@ from moe_ops.kernels import (  # noqa: E402
     shared_expert_forward,
 )
 from moe_ops.kernels.launch import TRITON, DeviceFacts  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
+
+from .rendering import OfflineDriver  # noqa: E402
 
 # Per capability: multiprocessors and shared memory of an A100, an H200, a B200.
 FACTS = {
@@ -28,22 +29,6 @@ FACTS = {
 }
 HIDDEN, INTERMEDIATE = 4096, 2048
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-
-class OfflineDriver:
-    """Enough of a Triton driver to compile for `capability` on a machine without a GPU."""
-
-    def __init__(self, capability):
-        self.capability = capability
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self):
-        return self.capability  # Triton keeps compiled kernels by device
-
-    def get_current_stream(self, device=None):
-        return 0
 
 
 @pytest.fixture

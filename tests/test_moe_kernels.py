@@ -13,8 +13,9 @@ from moe_ops.kernels import moe, moe_backward, moe_configs, moe_dispatch, moe_fo
 from moe_ops.kernels.launch import DeviceFacts  # noqa: E402
 from moe_ops.kernels.moe_operands import ExpertWeight  # noqa: E402
 from moe_ops.kernels.moe_routing import Routing  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
+
+from .rendering import OfflineDriver  # noqa: E402
 
 # Per capability: multiprocessors and shared memory of an A100, an H200, a B200.
 FACTS = {
@@ -26,22 +27,6 @@ TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 300, 4096, 2048, 32, 6
 ROWS = TOKENS * TOP_K
 E4M3 = torch.float8_e4m3fn
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-
-class OfflineDriver:
-    """Enough of a Triton driver to compile for `capability` on a machine without a GPU."""
-
-    def __init__(self, capability):
-        self.capability = capability
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self):
-        return self.capability  # Triton keeps compiled kernels by device
-
-    def get_current_stream(self, device=None):
-        return 0
 
 
 def meta(*shape, dtype=torch.float32):
