@@ -79,16 +79,19 @@ def test_the_users_tag_counts_too(run):
     assert run(after=tag) == ["False", "False"]
 
 
-def test_tag(monkeypatch):
+def test_tag():
     config = torch.compiler.config
-    monkeypatch.setattr(config, "cache_key_tag", "mine")
-    plugin.tag_caches()
-    assert config.cache_key_tag == f"mine;moe_ops={plugin.DIGEST}"
-    plugin.tag_caches()
-    moe_ops.use_lowerings(False)
-    assert config.cache_key_tag == f"mine;moe_ops={plugin.DIGEST}_opaque"
-    moe_ops.use_lowerings(True)
-    assert config.cache_key_tag == f"mine;moe_ops={plugin.DIGEST}"
-    monkeypatch.setattr(config, "cache_key_tag", "")
-    plugin.tag_caches()
-    assert config.cache_key_tag == f"moe_ops={plugin.DIGEST}"
+    before = config.cache_key_tag
+    try:
+        config.cache_key_tag = "mine"
+        plugin.tag_caches()
+        assert config.cache_key_tag == f"mine;moe_ops={plugin.DIGEST}"
+        moe_ops.use_lowerings(False)
+        assert config.cache_key_tag == f"mine;moe_ops={plugin.DIGEST}_opaque"
+        moe_ops.use_lowerings(True)
+        assert config.cache_key_tag == f"mine;moe_ops={plugin.DIGEST}"
+        config.cache_key_tag = ""
+        plugin.tag_caches()
+        assert config.cache_key_tag == f"moe_ops={plugin.DIGEST}"
+    finally:
+        config.cache_key_tag = before
