@@ -80,6 +80,8 @@ def pretended_h200():
         "torch.cuda.is_tf32_supported": True,
         "torch.cuda.get_device_name": H200.name,
         "torch._subclasses.fake_tensor.init_gpu_context": None,
+        "torch.utils._triton.has_triton": True,  # remembers what the first call found
+        "torch._inductor.scheduler.has_triton": True,
     }
     static = {
         (DeviceProperties, "create"): properties,
@@ -91,7 +93,7 @@ def pretended_h200():
     }
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
-            stack.enter_context(mock.patch(name, lambda *_, answer=answer, **__: answer))
+            stack.enter_context(mock.patch(name, lambda *_, answer=answer, **__: answer, create=True))
         for (owner, name), answer in static.items():
             function = staticmethod(lambda *_, answer=answer, **__: answer)
             stack.enter_context(mock.patch.object(owner, name, function))
