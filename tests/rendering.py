@@ -62,12 +62,12 @@ def pretended_h200():
     properties = DeviceProperties(
         type="cuda",
         index=0,
-        multi_processor_count=132,
+        multi_processor_count=H200.multi_processor_count,
         cc=90,
-        major=9,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        warp_size=32,
+        major=H200.major,
+        regs_per_multiprocessor=H200.regs_per_multiprocessor,
+        max_threads_per_multi_processor=H200.max_threads_per_multi_processor,
+        warp_size=H200.warp_size,
     )
     answers = {
         "torch.cuda.is_available": True,
